@@ -73,7 +73,7 @@ def head_flatness(
     resolved = losses.resolve(loss, how.get("reduction"))
     with joined(how.get("process_group")) as group, torch.inference_mode(False), torch.no_grad():
         source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
-        return head_sums.total(source, resolved, options).estimate()
+        return head_sums.Total(source, resolved, options).estimate()
 
 
 @public(*EVERY)

@@ -130,7 +130,7 @@ class Head:
         spacing, done = Spacing(len(self._data)), 0
         with calling.Calls(observed) as calls, contextlib.ExitStack() as product:
             for number, batch in enumerate(self._data):
-                if number == 0 and self.name and self._may_be_wide():
+                if number == 0 and self.name:
                     self._skip_product(batch, calls, product)
                 checked = number == 0 or spacing.due(number, done)
                 done += size(batch)
@@ -160,17 +160,13 @@ class Head:
         calls.clear()
         check(rows.features)
 
-    def _may_be_wide(self) -> bool:
-        """Return whether a batch's logits may be what fills the memory although only their shape is needed."""
-        found = self._candidates.values()
-        return self._loss.known and any(
-            layers.is_linear(one) and len(layers.without_entries(one)) > _WIDE_OUTPUTS for one in found
-        )
-
     def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
-        """Let the model do without the product of a wide head; it was established on one sample."""
+        """Let the model do without the product of a wide head, which was established on one sample.
+
+        A batch's logits may be what fills the memory, although only their shape is needed.
+        """
         module = self._candidates[self.name]
-        width = len(layers.without_entries(module))
+        width = len(layers.without_entries(module)) if self._loss.known and layers.is_linear(module) else 0
         if width <= _WIDE_OUTPUTS or not self.classes.alone or self._task.forward.decides:
             return
         random = Randomness(walk.modules(self._task.model))

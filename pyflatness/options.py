@@ -176,7 +176,8 @@ class Options:
             wanted = "a relative standard error between 0 and 1"
             self._set("rtol", check_number("rtol", self.rtol, wanted, lambda rtol: 0 < rtol < 1))
         else:
-            self._set("rtol", check_relative_error("rtol", self.rtol))
+            wanted = "a relative error from 0 to less than 1"
+            self._set("rtol", check_number("rtol", self.rtol, wanted, lambda rtol: 0 <= rtol < 1))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for others
@@ -288,11 +289,6 @@ def check_function(option: str, given: Any, called: str) -> Callable[..., Any]:
     if not callable(given):
         raise InputError(f"{option}={shown(given)}: a function {called} is wanted")
     return given  # type: ignore[no-any-return]
-
-
-def check_relative_error(name: str, value: Any) -> float:
-    """Return the error that a value of a head may have, relative to it; 0 for none."""
-    return check_number(name, value, "a relative error from 0 to less than 1", lambda rtol: 0 <= rtol < 1)
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -58,7 +58,7 @@ def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False)
             how = options.normalize or row.normalize
             sweeps[how] = (*sweeps.get(how, ()), row)
     computed = tuple(row for row in rows if row.compute is not None)
-    of_network = tuple(row for row in rows if row.of_network is not None) if networks else ()
+    of_network = tuple(row for row in chain(*sweeps.values()) if row.of_network is not None) if networks else ()
     of_jacobians = tuple(row for row in rows if row.of_jacobians is not None)
     alone = sum(row.reads for row in computed) + len(of_network)
     swept = sum(options.normalized(how).reads for how in sweeps)
@@ -192,7 +192,7 @@ class Measurement:
         again = all(self._ranks.exchange("whether the data can be read again", again))
         try:
             with self._ranks.agreed("the pass for the head"):
-                estimate = head_sums.total(source, self._task.loss, options).estimate()
+                estimate = head_sums.Total(source, self._task.loss, options).estimate()
         except Exception as error:
             by_sweep = isinstance(error, head.NotTheHeadError) or is_out_of_memory(error)
             if not by_sweep or options.tolerance or not again:

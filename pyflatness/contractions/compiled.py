@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import BackendError
 from .geometry import Geometry
-from .kernels import SUFFIX, Kernels, array, dense, dense_rows, layer_sizes, plain, span, strided
+from .kernels import SUFFIX, Kernels, array, dense, dense_rows, layer_sizes, plain, span
 from .precision import promoted_dtype
 from .quantities import Forms
 from .reference import FUSED_OUTPUTS, RowGradients, RowSum
@@ -142,7 +142,7 @@ class Compiled(Kernels):
         constants = self._constants(d, m, weight) if prepared is None else prepared
         kernel = self._kernel("softmax_variance_sum", features, weight, constants, weight if bias is None else bias)
         total, counted = kernel(
-            strided(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
+            span(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
             array(constants), fresh, _NONE if labels is None else array(labels), ignored, n, m, d,
             _NONE if values is None else array(values), torch.get_num_threads(),
         )  # fmt: skip
@@ -159,7 +159,7 @@ class Compiled(Kernels):
         found = RowGradients(0.0, weight.new_empty(d, n), weight.new_empty(d, n), weight.new_empty(2, n))
         kernel = self._kernel("softmax_variance_gradient", features, weight, weight if bias is None else bias)
         total = kernel(
-            strided(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
+            span(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
             array(constants), array(shares), n, m, d, *map(array, found[1:]),
             torch.get_num_threads(),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import BackendError
 from .geometry import Geometry
-from .kernels import SUFFIX, Kernels, array, dense, layer_sizes, plain, span, strided
+from .kernels import SUFFIX, Kernels, array, dense, layer_sizes, plain, span
 from .precision import product, promoted_dtype
 from .quantities import Forms
 from .reference import ClassSums, MeanRow, takes_pairs
@@ -107,8 +107,8 @@ class Cuda(Kernels):
             )
         suffix = "" if rounded is None else "_bf16"
         self._kernel("exponentiate_tile", logits, given_bias, norms, sums.maximum, suffix=suffix)(
-            strided(logits), logits.stride(0), array(given_bias), array(norms), len(norms), first, n, width,
-            strided(out), out.stride(0), *map(array, sums), array(joining), array(factor),
+            span(logits), logits.stride(0), array(given_bias), array(norms), len(norms), first, n, width,
+            span(out), out.stride(0), *map(array, sums), array(joining), array(factor),
         )  # fmt: skip
         return joining, factor
 

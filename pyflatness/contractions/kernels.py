@@ -70,7 +70,7 @@ class Kernels(Backend):
         (n, m), d = features.shape, weight.shape[0]
         out = features.new_empty(n, dtype=torch.float64)
         self._kernel("softmax_variance", features, weight, bias, distances)(
-            strided(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d, array(out),
+            span(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d, array(out),
             *self._last(),
         )  # fmt: skip
         return out
@@ -94,7 +94,7 @@ class Kernels(Backend):
         n, k = a.shape
         out = a.new_empty(n, dtype=torch.float64)
         kernel = self._kernel("row_dots", a, b)
-        kernel(strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out), *self._last())
+        kernel(span(a), a.stride(0), span(b), b.stride(0), n, k, array(out), *self._last())
         return out
 
     def sigmoid_curvature(self, logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
@@ -153,12 +153,6 @@ def span(tensor: Tensor) -> tuple[int, int]:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride
     return _address(tensor), last + 1 if tensor.numel() else 0
-
-
-def strided(matrix: Tensor) -> tuple[int, int]:
-    """Return the address of a matrix with contiguous rows, and the number of elements from its first to its last."""
-    n, m = matrix.shape
-    return _address(matrix), (n - 1) * matrix.stride(0) + m if n and m else 0
 
 
 def _address(tensor: Tensor) -> int:

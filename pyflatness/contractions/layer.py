@@ -13,7 +13,8 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,16 +42,6 @@ _ANY_NUMBER = 2**31  # of cotangents: so many that preparing the inputs costs no
 Sign = Tensor | float | None  # of a cotangent: one number, (n,), or None for +1
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-class Stack(Protocol):
-    """Keep cotangents until they are contracted together."""
-
-    def put(self, number: int, cotangent: Tensor) -> None:
-        """Keep a cotangent under this number."""
-
-    def taken(self, count: int) -> Forms:
-        """Return the forms of the first ``count`` kept cotangents, (count n, …), and drop them."""
 
 
 class Memory:
@@ -81,11 +72,13 @@ class Copies:
         self._size, self._make, self._forms = size, buffer, forms
 
     def put(self, number: int, cotangent: Tensor) -> None:
+        """Keep a cotangent under this number."""
         if number == 0:
             self._buffer = self._make(self._size, cotangent)
         self._buffer[number].copy_(cotangent)
 
     def taken(self, count: int) -> Forms:
+        """Return the forms of the first ``count`` kept cotangents, (count n, …), and drop them."""
         return self._forms([self._buffer[:count].flatten(0, 1)])
 
 
@@ -101,7 +94,7 @@ class Contraction:
         wanted: Quantities,
         forms: Callable[[Calls], Forms],
         squared_entries: Callable[[Calls, Sign], Tensor] | None = None,
-        stack: Stack | None = None,
+        stack: Copies | Stacked | None = None,
         stack_size: int = 1,
         held: int = 0,
         precision: Precision = contextlib.nullcontext,
@@ -257,15 +250,11 @@ class LayerContraction(Contractor):
         by_gram = self.by_gram(inputs, count)
         stack_size = self.stack_size(inputs, count, held, elements, by_gram=by_gram)
         held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
-
-        def squared_entries(cotangent: Calls, sign: Sign) -> Tensor:
-            return self.squared_entries(inputs, cotangent, sign)
-
         with self.precision():
             route = self._chosen(inputs, count, stack_size, positions, by_gram=by_gram)
-        stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
-        several = route.takes_several
-        return Contraction(self._wanted, route.forms, squared_entries, stack, stack_size, held, self.precision, several)
+        stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
+        entries, several = partial(self.squared_entries, inputs), route.takes_several
+        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self.precision, several)
 
     def _chosen(
         self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None, *, by_gram: bool

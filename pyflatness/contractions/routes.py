@@ -20,7 +20,7 @@ Forms of w ∘ M at several positions need M itself (:class:`Both`).
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -113,10 +113,18 @@ class PreparedWeight:
         return sum(others, start=first)
 
 
-class Direct:
-    """Compute M by the kernels, and the forms of it."""
+class LayerRoute:
+    """Compute the forms of cotangents, with a layer's inputs prepared; it ``takes_several`` if they may be stacked."""
 
     takes_several = False
+
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent, (n, …); of k stacked ones, (k n, …)."""
+        raise NotImplementedError
+
+
+class Direct(LayerRoute):
+    """Compute M by the kernels, and the forms of it."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, factor: Tensor | None) -> None:
         self._layer, self._phi, self._factor = layer, phi, factor
@@ -127,7 +135,7 @@ class Direct:
         return self._layer.backend.direct(phi, delta, self._layer.geometry, factor, weight)
 
 
-class DirectGathered:
+class DirectGathered(LayerRoute):
     """Contract several cotangents together, from positions where any is not zero, or from given positions."""
 
     takes_several = True
@@ -135,12 +143,12 @@ class DirectGathered:
     def __init__(self, layer: PreparedWeight, phi: Tensor, positions: Tensor | None = None) -> None:
         self._layer, self._phi, self._positions = layer, phi, positions
 
-    def forms(self, cotangents: Calls) -> Forms:
-        layer, each = self._layer, promoted(cotangents[0]).split(len(self._phi))
+    def forms(self, cotangent: Calls) -> Forms:
+        layer, each = self._layer, promoted(cotangent[0]).split(len(self._phi))
         return layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
 
 
-class Gram:
+class Gram(LayerRoute):
     """Compute |M|² and |R M|² from the Gram matrices of inputs and cotangent, for several positions."""
 
     takes_several = True
@@ -161,7 +169,7 @@ class Gram:
         return Forms(squares, gram_weighted)
 
 
-class Carried:
+class Carried(LayerRoute):
     """Compute |R M|² by Gram matrices from the cotangent at the layer's input, γ = wᵀ δ, for many positions."""
 
     takes_several = True
@@ -169,25 +177,14 @@ class Carried:
     def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
         self._layer, self._gram = layer, layer.backend.patch_gram(phi, layer.geometry)
 
-    def forms(self, carried: Calls) -> Forms:
+    def forms(self, cotangent: Calls) -> Forms:
         """Return the forms of a cotangent, from γ (n, m, positions)."""
-        rows = self._layer.geometry.rows(carried[0])
+        rows = self._layer.geometry.rows(cotangent[0])
         return Forms(gram_weighted=self._layer.backend.gram(rows, self._gram))
 
 
-class LayerRoute(Protocol):
-    """Compute the forms of cotangents, with a layer's inputs prepared; it ``takes_several`` if they may be stacked."""
-
-    takes_several: bool
-
-    def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent, (n, …); of k stacked ones, (k n, …)."""
-
-
-class Both:
+class Both(LayerRoute):
     """Compute |R M|² by Gram matrices, if there is ``by_gram``, and other forms from M."""
-
-    takes_several = False
 
     def __init__(self, by_gradients: LayerRoute, by_gram: LayerRoute | None) -> None:
         self._by_gradients, self._by_gram = by_gradients, by_gram
@@ -199,7 +196,7 @@ class Both:
         return found._replace(gram_weighted=self._by_gram.forms(cotangent).gram_weighted)
 
 
-class OnePosition:
+class OnePosition(LayerRoute):
     """Compute all forms of layers of one position, M = δ φᵀ; the terms of φ alone are prepared once.
 
     |M|² = |φ|² |δ|², |R M|² = |φ|² |R δ|², |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²); the sums of w ∘ M are δ_s ⟨w_s, φ⟩ by
@@ -263,10 +260,8 @@ def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
     return product(vectors.transpose(0, 1), weight.mT).transpose(0, 1)
 
 
-class Summed:
+class Summed(LayerRoute):
     """Compute M, and its forms, for several calls that cannot be joined."""
-
-    takes_several = False
 
     def __init__(self, layer: PreparedWeight, inputs: Calls) -> None:
         self._layer, self._inputs = layer, inputs
@@ -277,17 +272,8 @@ class Summed:
         return layer.backend.products(gradients, layer.geometry, factor, weight)
 
 
-class _Squares(Protocol):
-    """Compute |a φ|² with the inputs φ of a micro-batch."""
-
-    def of(self, rows: Tensor) -> Tensor:
-        """Return |a φ|², (n G, K) float64, for rows a (n G, K, r, P)."""
-
-
-class Stacked:
-    """Compute |M|² and |R M|² of at most ``size`` cotangents together."""
-
-    takes_several = False  # beyond a stack of that size
+class Stacked(LayerRoute):
+    """Compute |M|² and |R M|² of at most ``size`` cotangents together, so that it does not take any number of them."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, size: int, *, by_gram: bool, squares: bool) -> None:
         half = layer.half_factor is not None and phi.dtype == layer.half_factor.dtype
@@ -295,7 +281,7 @@ class Stacked:
         groups, d, _ = layer.shape
         self._samples, self._size, self._dtype = len(phi), size, phi.dtype
         self._shape = len(phi) * groups, d, layer.places(phi)
-        self._squares: _Squares = _ByGram(layer, phi) if by_gram else _ByPatches(layer, phi)
+        self._squares: _ByGram | _ByPatches = _ByGram(layer, phi) if by_gram else _ByPatches(layer, phi)
         self._factors: dict[str, Tensor | None] = {"squares": None} if squares else {}
         factor = layer.half_factor if half else layer.factor
         if factor is not None:
@@ -327,15 +313,15 @@ class Stacked:
             found[name] = values.unflatten(0, (self._samples, -1)).sum(dim=1).t().flatten()
         return Forms(**found)
 
-    def forms(self, cotangents: Calls) -> Forms:
-        each = cotangents[0].split(self._samples)
-        for number, cotangent in enumerate(each):
-            self.put(number, cotangent)
+    def forms(self, cotangent: Calls) -> Forms:
+        each = cotangent[0].split(self._samples)
+        for number, one in enumerate(each):
+            self.put(number, one)
         return self.taken(len(each))
 
 
 class _ByPatches:
-    """Multiply by patches, which are made for some samples at a time."""
+    """Compute |a φ|², (n G, K) float64 for rows a (n G, K, r, P), with patches φ of some samples at a time."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
         self._layer, self._phi = layer, phi
@@ -352,7 +338,7 @@ class _ByPatches:
 
 
 class _ByGram:
-    """Multiply by Gram matrices of patches, made once."""
+    """Compute the same, ⟨a G, a⟩, with Gram matrices G = φ φᵀ of patches, made once."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
         self._layer, (groups, _, m) = layer, layer.shape

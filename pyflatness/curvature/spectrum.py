@@ -14,7 +14,6 @@ from torch import nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..hessian.products import Names, Products
 from ..messages import check_choice
@@ -110,7 +109,7 @@ def spectrum(
         block = _Block(products, names, task.budget(), options.seed)
         largest, smallest = block.wanted(k, which)
         block.check(largest + smallest, steps if density else 0, max_products)
-        precision = tolerance or tolerance_of(products)
+        precision = tolerance or products.tolerance
         pairs = block.pairs(largest, smallest, precision, max_products, copies=copies)
         found = block.density(probes, steps) if density else None
         task.unite()

@@ -85,11 +85,9 @@ class BlockTraces:
         self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
         self._basis = _basis(whole, self._traced, partial(form.factor, run))
         self._behind = [name for name in quantities if QUANTITIES[name].of_outputs]
-        others = [name for name in quantities if name not in (*self._traced, *self._behind)]
-        self._entries = EntriesAndNeurons(self._weight, form.kernel_elements, others, whole)
-        self._everything = None
-        if tells_all(quantities):
-            self._everything = EntriesAndNeurons(self._weight, form.kernel_elements, quantities, whole)
+        self._others = [name for name in quantities if name not in (*self._traced, *self._behind)]
+        by_entries = quantities if tells_all(quantities) else self._others
+        self._entries = EntriesAndNeurons(self._weight, form.kernel_elements, by_entries, whole)
         calls, self._columns = run.calls(form.name), self._weight.shape[2]  # ρ, the columns of K
         self.in_weight = form.by_weight or form.name in run.differentiated or linearity.feeds_itself(calls)
         if not self.in_weight:
@@ -99,8 +97,8 @@ class BlockTraces:
     @property
     def products(self) -> int:
         """Return the most Hessian products that an exact value may take."""
-        if self._everything is not None:
-            return self._everything.products(self._columns)
+        if self._entries.tell_all:
+            return self._entries.products(self._columns)
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
         groups, d, _ = self._weight.shape
         behind = groups * d * min(d, self._columns) if self._behind else 0
@@ -110,16 +108,18 @@ class BlockTraces:
         """Return the quantities of every sample, and the summands of those that are sums over neurons."""
         self._check_affordable()
         with self._directions() as directions:
-            if self._everything is not None:
-                return self._on_all_columns(self._everything.exact(directions, self._run.samples))
-            total = self._weight.new_zeros(0, self._run.samples, dtype=torch.float64)
+            if self._entries.tell_all:
+                return self._on_all_columns(self._entries.exact(directions, self._run.samples))
+            rows: list[Tensor] = []
             if self._traced:
-                total = self._sums(directions, self._basis)
+                rows.extend(self._sums(directions, self._basis))
             if self._behind:
                 outputs = replace(directions, span=self._few_outputs(directions.patches.shape[2]))
-                total = torch.cat([total, self._sums(outputs, RowBasis(self._weight.shape[1], None, [None]))])
+                rows.extend(self._sums(outputs, RowBasis(self._weight.shape[1], None, [None])))
             found = self._entries.exact(directions, self._run.samples)
-        return self._on_all_columns(Contribution(self._in_order(total, found.values), found.summands))
+        values = dict(zip([*self._traced, *self._behind, *self._others], [*rows, *found.values], strict=True))
+        in_order = torch.stack([values[name] for name in self._quantities])
+        return self._on_all_columns(Contribution(in_order, found.summands))
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ_i T_i over the samples that are ``kept`` (n,), (G, d, d), and Tr T_i of all, (n,); float64."""
@@ -148,13 +148,6 @@ class BlockTraces:
         drawn = signs(stream, numbers, span.shape[3], groups, size)  # fewer columns, the same signs
         drawn = drawn.transpose(2, 3).to(self._weight.dtype)
         return product(span, drawn if rows is None else product(drawn, rows.to(drawn.dtype)))
-
-    def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
-        """Return the values of block traces and of other quantities in the order of ``quantities``."""
-        first = [*self._traced, *self._behind]
-        names = [*first, *(name for name in self._quantities if name not in first)]
-        places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
-        return torch.cat([traced, entries])[places]
 
     def _on_all_columns(self, found: Contribution) -> Contribution:
         """Return a contribution whose summands by column have all columns of the layer's weight."""

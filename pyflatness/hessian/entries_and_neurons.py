@@ -74,27 +74,27 @@ class WeightDirections:
 class EntriesAndNeurons:
     """Compute quantities of a layer's weight that are not block traces, or all if the products of one determine H.
 
-    ``whole`` is the weight with its columns of zero input too, for w wᵀ.
+    ``tell_all`` is True in the second case. ``whole`` is the weight with its columns of zero input too, for w wᵀ.
     """
 
     def __init__(self, weight: Tensor, kernel_elements: int, quantities: Sequence[str], whole: Tensor) -> None:
         self._weight, self._kernel_elements, self._whole = weight, kernel_elements, whole
         self._rows = {name: QUANTITIES[name] for name in quantities}
         self._neurons = {name: row.neurons for name, row in self._rows.items() if row.neurons is not None}
-        self._by_units = tells_all(quantities)
+        self.tell_all = tells_all(quantities)
         groups, d, m = weight.shape
         self._sizes = groups, d, m, kernel_elements
 
     def products(self, positions: int) -> int:
         """Return the number of Hessian products for exact values."""
         groups, d, m = self._weight.shape
-        if self._by_units:
+        if self.tell_all:
             return groups * d * min(positions, m)
         return sum(neurons.count(self._sizes) for neurons in self._neurons.values())
 
     def exact(self, directions: WeightDirections, samples: int) -> Contribution:
         """Return values (quantities, n) and their summands; entries of the diagonal are summed over all samples."""
-        if self._by_units:
+        if self.tell_all:
             return self._off_units(directions, samples)
         summands = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
         return Contribution(self._values({name: part.sum(dim=1) for name, part in summands.items()}, samples), summands)

@@ -15,7 +15,7 @@ results of micro-batches are added in float64.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,7 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
 from ..model import calling, layers
+from ..numerics import lanczos
 from ..numerics.accumulate import Accumulator, all_finite, check_together
+from ..numerics.lanczos import LargestEigenvalues
+from ..numerics.signs import RandomVectors
 from ..options import Options
 from ..passes import cotangents, dry_run, linearity, normalize
 from ..passes.runner import Run, Runner
@@ -36,6 +39,9 @@ Names = tuple[str, ...]  # the layers of a block
 Vectors = dict[Names, Tensor]  # by block b vectors in the space of its weights, (b, N)
 
 _GRAPHS = 4  # about the memory of a graph of second derivatives, in graphs of the forward pass
+# Residuals relative to the block's norm, in double and in other precisions; with products in single precision they
+# cannot become much smaller. An eigenvalue's error is the squared residual over the distance to the next eigenvalue.
+_TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
 
 
 def for_second_derivatives(found: dry_run.Findings) -> int:
@@ -114,9 +120,21 @@ class Products:
         """Return N, the number of entries of a vector for these layers."""
         return sum(self._shape(name).numel() for name in names)
 
-    def allowed(self, names: Names, vectors: Tensor) -> Tensor:
-        """Return vectors (b, N) with zeros for features that ``normalize`` drops."""
-        return vectors * (self._inverse_spread(names) != 0)
+    @property
+    def tolerance(self) -> float:
+        """Return the smallest residuals of eigenvalues that can be reached, relative to the block's norm."""
+        return _TOLERANCE if self.eps < _TOLERANCE else max(_COARSE_TOLERANCE, self.eps)
+
+    def largest_eigenvalues(self, blocks: Sequence[Names]) -> dict[Names, LargestEigenvalues]:
+        """Return the algebraically largest eigenvalue of each block; a read of the data gives a product for all."""
+        sizes = {names: self.size(names) for names in blocks}
+        basis, seed = max(1, self._task.budget().bases // (8 * sum(sizes.values()))), self._options.seed
+        searches = {}
+        for names, size in sizes.items():
+            start = RandomVectors(seed, size, self.device).draw().unsqueeze(0)
+            start = start * (self._inverse_spread(names) != 0)  # zeros for features that ``normalize`` drops
+            searches[names] = lanczos.largest(start, tolerance=self.tolerance, size=basis)
+        return lanczos.solved_in_step(searches, self)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return the notes on a layer's value, or on the network's (``""``)."""

@@ -122,7 +122,7 @@ class RelativeFlatness(Metric):
             read = self._checked_weights(weight, bias)
             source = tensor_head.from_tensors(features, weight, bias, target, self._loss)
             source.batch.number = self._updates + self.update_count - 1
-            found = head_sums.total(source, self._loss, self._options)
+            found = head_sums.Total(source, self._loss, self._options)
         self.total = self.total + found.value
         self.normaliser = self.normaliser + found.weight
         self.weights_read = torch.full_like(self.weights_read, read)

@@ -91,7 +91,7 @@ class Curvature:
 
 
 class Loss(Protocol):
-    """Describe the interface of a loss that measures use.
+    """Describe the interface of a loss that measures use, with what holds for most losses.
 
     With ``positions``, each position of a sample is a loss term; otherwise a sample is one term. ``elementwise`` means
     that the loss is a sum over all outputs, and ``convex`` that it is known to be convex in the outputs, so that all
@@ -101,14 +101,15 @@ class Loss(Protocol):
     """
 
     reduction: Reduction
-    positions: ClassVar[bool]
-    elementwise: ClassVar[bool]
-    convex: ClassVar[bool]
-    known: ClassVar[bool]
-    by_rows: ClassVar[bool]
+    positions: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    convex: ClassVar[bool] = False
+    known: ClassVar[bool] = False
+    by_rows: ClassVar[bool] = False
 
     def class_dim(self, outputs: Tensor) -> int:
         """Return the dimension of a model's output with a term's C outputs."""
+        return -1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """Return the rows of ``outputs`` (classes in ``class_dim``) and their targets, checked, in row-major order."""
@@ -118,6 +119,7 @@ class Loss(Protocol):
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
         """Return the class indices for outputs of a shape if they determine :meth:`terms`; otherwise None."""
+        return None
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the loss terms of a model's outputs, by the user's loss: float64, with a graph.
@@ -130,6 +132,7 @@ class Loss(Protocol):
 
     def columns(self, outputs: int) -> int:
         """Return the number of columns of the square-root factor of a term with this number of outputs."""
+        return outputs
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return square-root factors for ``rows`` (rows, C) of outputs, in their order in ``terms``.
@@ -167,6 +170,7 @@ class Known(Loss, Protocol):
 
     def used(self, targets: Tensor | None) -> Tensor | None:
         """Return which rows the loss does not ignore, (rows,) bool; None for all rows."""
+        return None
 
     def penalty(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor

@@ -30,7 +30,6 @@ class CrossEntropy(Known):
     ignore_index: int
     label_smoothing: float
     reduction: Reduction
-    elementwise: ClassVar[bool] = False
     by_rows: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
@@ -263,20 +262,25 @@ class _Columns:
         return Mixtures(mixed, weights, lambda index: _Columns(self._p[index], self._scale[index]).mixtures())
 
     def eigenbasis(self) -> Mixtures:
-        """Return mixtures of the loss Hessian's eigenvectors."""
+        """Return mixtures of the columns V Λ^½ of the loss Hessian V Λ Vᵀ."""
         q, roots, top = self._with_roots(slice(None))
-        return _eigenbasis(q, roots.scatter_(1, top, 0.0))
+        blocks = (each.double().split(_MATRICES) for each in (q, roots.scatter_(1, top, 0.0)))
+        columns = torch.cat([_orthogonal(*block) for block in zip(*blocks, strict=True)])
+        return dense(columns, columns.square().sum(dim=1))
 
     def contrasts(self) -> Mixtures:
-        """Return mixtures of the contrasts of each class with the less probable ones."""
-        return _contrasts(self._p.double(), self._scale)
+        """Return mixtures of the contrasts of each class with the less probable ones.
 
+        With the classes in about ascending order and P_k = Σ_{i<k} p_i,
 
-def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:
-    """Return mixtures of the columns V Λ^½ of the loss Hessian V Λ Vᵀ; ``roots`` are 0 for the most probable class."""
-    blocks = zip(q.double().split(_MATRICES), roots.double().split(_MATRICES), strict=True)
-    columns = torch.cat([_orthogonal(*block) for block in blocks])
-    return dense(columns, columns.square().sum(dim=1))
+            diag(p) - p pᵀ = Σ_k p_k P_k / P_{k+1} (e_k - Σ_{i<k} p_i e_i / P_k) (…)ᵀ
+
+        by the law of total variance, class by class. Nothing in it cancels. Probabilities are compared in steps of √2,
+        so that rounding hardly changes the order.
+        """
+        p = self._p.double()
+        order = (2 * p.log2()).round_().sort(dim=1, stable=True).indices
+        return _ordered_contrasts(p.gather(1, order), order, self._scale.unsqueeze(1))
 
 
 def _orthogonal(q: Tensor, roots: Tensor) -> Tensor:
@@ -295,21 +299,8 @@ def _orthogonal(q: Tensor, roots: Tensor) -> Tensor:
     return torch.where(along.unsqueeze(1) < 0, -columns, columns).masked_fill_(bad, torch.nan)
 
 
-def _contrasts(p: Tensor, scale: Tensor) -> Mixtures:
-    """Return mixtures of the contrasts of each class with the less probable ones, p and scale float64.
-
-    With the classes in about ascending order and P_k = Σ_{i<k} p_i,
-
-        diag(p) - p pᵀ = Σ_k p_k P_k / P_{k+1} (e_k - Σ_{i<k} p_i e_i / P_k) (…)ᵀ
-
-    by the law of total variance, class by class. Nothing in it cancels. Probabilities are compared in steps of √2, so
-    that rounding hardly changes the order.
-    """
-    order = (2 * p.log2()).round_().sort(dim=1, stable=True).indices
-    return _ordered_contrasts(p.gather(1, order), order, scale.unsqueeze(1))
-
-
 def _ordered_contrasts(p: Tensor, order: Tensor, scale: Tensor) -> Mixtures:
+    """Return the mixtures of :meth:`_Columns.contrasts` for p in ascending order and a scale (rows, 1), float64."""
     before, tiny = _before(p), torch.finfo(p.dtype).tiny
     roots = (scale * p * before / (before + p).clamp_min(tiny)).sqrt()
     over = before.clamp_min(tiny)

@@ -1,9 +1,9 @@
 """Use any callable as a loss."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from ..errors import InputError
 from ..messages import shown
 from ..model.outputs import SideBySide
 from . import advice
-from .base import Curvature, Factors, Reduction, Terms, dense, marked, uniform, wrong_shape
+from .base import Curvature, Factors, Loss, Reduction, Terms, dense, marked, uniform, wrong_shape
 
 
 @dataclass
-class CustomLoss:
+class CustomLoss(Loss):
     """Represent any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
 
     At a head, ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the columns u_r of U with U Uᵀ = w wᵀ takes second derivatives of the
@@ -28,17 +28,9 @@ class CustomLoss:
 
     loss: Callable[[Tensor, Tensor], Tensor]
     reduction: Reduction
-    positions: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
-    convex: ClassVar[bool] = False
-    known: ClassVar[bool] = False
-    by_rows: ClassVar[bool] = False
     several: SideBySide | None = None  # how several outputs are one tensor, if the loss takes several
     _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # the first samples; None once checked
     _shape: tuple[int, ...] = ()  # of one sample's outputs in the loss's argument
-
-    def class_dim(self, outputs: Tensor) -> int:
-        return -1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """Return one row for each entry of dimension 0, for any ``class_dim``."""
@@ -66,9 +58,6 @@ class CustomLoss:
             )
         self.several = several
         return whole
-
-    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
-        """See :class:`.base.Loss`."""
 
     @torch.no_grad()
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -144,9 +133,6 @@ class CustomLoss:
         """Return the loss terms, (n,), by a call of the loss for every sample."""
         pairs = zip(outputs.split(1), targets.split(1), strict=True)
         return torch.stack([self.value(output, target) for output, target in pairs])
-
-    def columns(self, outputs: int) -> int:
-        return outputs
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return the eigenvectors of the C × C Hessians, √|λ| each, with the signs of λ, in float64."""

@@ -1,6 +1,5 @@
 """Define losses that are sums over outputs: squared error, and binary cross-entropy on logits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,19 +16,6 @@ class _Elementwise(Known):
     """Serve as the base of losses that are sums over outputs: a column for each output, and no class dimension."""
 
     elementwise: ClassVar[bool] = True
-    by_rows: ClassVar[bool] = False
-
-    def class_dim(self, outputs: Tensor) -> int:
-        return -1
-
-    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
-        """See :class:`.base.Loss`."""
-
-    def used(self, targets: Tensor | None) -> None:
-        """See :class:`.base.Known`."""
-
-    def columns(self, outputs: int) -> int:
-        return outputs
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return sums over the last dimension, the outputs of a row; in one dimension every output is a row."""

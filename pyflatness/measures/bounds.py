@@ -40,8 +40,7 @@ from ..errors import InputError
 from ..model import layers as layer_weights
 from ..report import Estimate
 from ..sweep.jacobians import Samples
-from .base import TOGETHER, Estimates, Measure, Task
-from .representation import COST
+from .base import OF_JACOBIANS, TOGETHER, Estimates, Measure, Task
 from .sharpness import of_outputs
 
 NEEDS = ("log_volume", "weights", "past", "rescaled")
@@ -168,20 +167,6 @@ def at_interpolation(task: Task, *, adaptive: bool = False, per_sample: bool = F
     return of_outputs(replace(task, options=options), adaptive=adaptive)
 
 
-def _estimate(samples: Samples, value: float, layer: str, caveat: str) -> Estimate:
-    return Estimate(
-        value=value,
-        stderr=None,
-        samples=int(samples.kept.sum()),
-        method="jacobian",
-        exact=True,
-        backend=samples.backend,
-        layer=layer,
-        omitted=int((~samples.kept).sum()),
-        notes=(f"bounds: {NO_GUARANTEE}, {caveat}",) if caveat else (),
-    )
-
-
 def _values(
     of_layer: Callable[[NetworkTerms, LayerTerms], float] | None,
     of_network: Callable[[NetworkTerms], float] | None,
@@ -192,10 +177,14 @@ def _values(
     net, found = NetworkTerms(samples, sharpness), {}
     if of_layer is not None:
         for layer in net.layers:
-            found[layer.name] = _estimate(samples, of_layer(net, layer), layer.name, layer.caveat)
+            found[layer.name] = samples.estimate(of_layer(net, layer), layer.name, _notes(layer.caveat))
     if of_network is not None:
-        found[""] = _estimate(samples, of_network(net), "", net.caveat)
+        found[""] = samples.estimate(of_network(net), "", _notes(net.caveat))
     return found
+
+
+def _notes(caveat: str) -> list[str]:
+    return [f"bounds: {NO_GUARANTEE}, {caveat}"] if caveat else []
 
 
 def _sharpness_bounds(samples: Samples) -> Estimates:
@@ -210,7 +199,6 @@ MLS_BOUND = Measure(
     of_jacobians=partial(_values, lambda net, layer: layer.mls_bound, None),
     needs=NEEDS,
     granularity="layer",
-    cost=COST,
 )
 NMLS_BOUND = Measure(
     name="nmls_bound",
@@ -219,7 +207,6 @@ NMLS_BOUND = Measure(
     of_jacobians=partial(_values, None, NetworkTerms.nmls),
     needs=NEEDS,
     granularity="network",
-    cost=COST,
     network_of=TOGETHER,
 )
 LOG_VOLUME_BOUND = Measure(
@@ -228,7 +215,6 @@ LOG_VOLUME_BOUND = Measure(
     source="From Loss Flatness to Compressed Representations, Eq. 9 and 10",
     of_jacobians=partial(_values, lambda net, layer: net.log_volume([layer]), lambda net: net.log_volume(net.layers)),
     needs=NEEDS,
-    cost=COST,
     network_of=TOGETHER,
 )
 MLS_SHARPNESS_BOUND = Measure(
@@ -237,7 +223,7 @@ MLS_SHARPNESS_BOUND = Measure(
     source="From Loss Flatness to Compressed Representations, Eq. 11 (Eq. 48, D) and 12",
     of_jacobians=_sharpness_bounds,
     needs=NEEDS,
-    cost=f"{COST}; and a sweep for S, one backward pass per output",
+    cost=f"{OF_JACOBIANS}; and a sweep for S, one backward pass per output",
     reads=2,
     network_of=TOGETHER,
 )

@@ -28,10 +28,10 @@ from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.normal_vectors import NormalVectors
 from ..report import Estimate
-from .base import Estimates, Measure, Task
+from .base import Measure, Task
 
 
-def _values(task: Task) -> Estimates:
+def _estimate(task: Task) -> Estimate:
     theta = parameters.every(task.model)
     total, over = 0.0, Accumulator(task.options.nan_policy, task.loss.reduction)
     tangent = _Tangent(task, theta)
@@ -56,10 +56,7 @@ def _values(task: Task) -> Estimates:
     total = float(over.together(task.batches.shard, {"squares": own})["squares"])
     over.check()
     value = math.nan if math.isnan(total) else math.sqrt(total / over.normaliser)
-    estimate = Estimate(
-        value, None, over.samples, "forward-mode", exact=True, backend="reference", omitted=over.omitted
-    )
-    return {"": estimate}
+    return Estimate(value, None, over.samples, "forward-mode", exact=True, backend="reference", omitted=over.omitted)
 
 
 def _note_cuts(task: Task, theta: parameters.Parameters, batch: Any) -> None:
@@ -80,12 +77,12 @@ class _Tangent:
 
     def __init__(self, task: Task, theta: parameters.Parameters) -> None:
         self._task, self._theta = task, theta
-        self._forward_mode, self._reason = True, ""
+        self._reason = ""  # why forward mode does not serve
 
     def of(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Return outputs, their derivative along θ, and targets."""
         with sdpa_kernel(SDPBackend.MATH):  # other kernels of attention have no forward mode and no second derivative
-            if self._forward_mode:
+            if not self._reason:
                 try:
                     outputs, change, targets = self._by_forward_mode(batch)
                     if not bool((outputs.isfinite() & ~change.isfinite()).any()):
@@ -93,7 +90,6 @@ class _Tangent:
                     self._reason = "they overflow"
                 except NotImplementedError as error:
                     self._reason = str(error).splitlines()[0]
-                self._forward_mode = False
             return self._by_backward_passes(batch)
 
     def _by_forward_mode(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
@@ -164,9 +160,7 @@ FISHER_RAO = Measure(
     name="fisher_rao",
     formula="√E⟨θ, ∂ℓ/∂θ⟩², θ all parameters",
     source="Liang et al. 2019; Petzka et al. 2021, section 6",
-    of_layers=False,
-    compute=_values,
-    granularity="network",
+    of_network=_estimate,
     invariant="layer-wise, neuron-wise",
     cost="one forward pass in forward mode, about three plain ones",
 )

@@ -86,54 +86,45 @@ HeadSource = Head | TensorHead
 Error = Callable[[HeadBatch, Tensor], NonFiniteError]  # (batch, bad rows (rows,) bool) -> the error
 
 
-def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":
-    """Return the sums behind κ of a head by one data read; two with ``normalize``."""
-    scale = _feature_scale(source, options) if options.normalize else None
-    total = Total(source, loss, options, scale)
-    curvature: losses.Curvature | None = None
-    with contextlib.closing(source.batches()) as batches:  # an error removes the hooks now, not at some later time
-        for batch in batches:
-            with contractions.full_precision(batch.features):
-                if curvature is None:
-                    weight, bias, backend = total.take_weight()
-                    memory = options.memory or contractions.default_memory(weight.device)
-                    rows = source.expected_rows(batch)
-                    make = partial(loss.curvature, weight, bias, backend, rows, memory)
-                    if source.classes.alone:
-                        curvature = make(options.tolerance)
-                    else:
-                        own = make(0.0) if len(weight) else None
-                        by_row = partial(_by_row, Shard(source.classes), own, weight, bias, memory)
-                        curvature = losses.Curvature(by_row)
-                total.add(batch, curvature)
-            del batch  # to free its memory before the next one is made
-    return total
-
-
 class Total:
-    """Hold the running sums behind κ; ``value`` is Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ over this rank's rows."""
+    """Take the sums behind κ of a head, by one read of its data; by two with ``normalize``.
 
-    def __init__(self, source: HeadSource, loss: losses.Loss, options: Options, scale: Tensor | None) -> None:
-        self._source, self._options, self._scale, self._backend = source, options, scale, ""
+    ``value`` is Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ over this rank's rows.
+    """
+
+    def __init__(self, source: HeadSource, loss: losses.Loss, options: Options) -> None:
+        self._source, self._options, self._backend = source, options, ""
+        self._scale = _feature_scale(source, options) if options.normalize else None
         self._over, self.value, self._bound = Accumulator(options.nan_policy, loss.reduction), 0.0, 0.0
         self._contributions: list[Tensor] = []
+        curvature: Curvature | None = None
+        with contextlib.closing(source.batches()) as batches:  # an error removes the hooks now, not at some later time
+            for batch in batches:
+                with contractions.full_precision(batch.features):
+                    curvature = curvature or self._curvature(loss, source.expected_rows(batch))
+                    self._add(batch, curvature)
+                del batch  # to free its memory before the next one is made
 
     @property
     def weight(self) -> float:
         """Return Σ_i ω_i over the rows that count."""
         return self._over.weight
 
-    def take_weight(self) -> tuple[Tensor, Tensor | None, contractions.Backend]:
-        """Return the weight to measure, the bias, and the backend, once the first batch has been read."""
+    def _curvature(self, loss: losses.Loss, rows: int) -> Curvature:
+        """Return the curvature for the weight to measure, which is there once the first batch has been read."""
         weight, bias = self._source.matrix()
         if self._scale is not None:
             weight = normalize.apply(self._scale, weight)
         backend = contractions.choose_for_head(self._options.backend, weight)
         self._backend = backend.name
-        return weight, bias, backend
+        memory = self._options.memory or contractions.default_memory(weight.device)
+        make = partial(loss.curvature, weight, bias, backend, rows, memory)
+        if self._source.classes.alone:
+            return make(self._options.tolerance)
+        own = make(0.0) if len(weight) else None
+        return Curvature(partial(_by_row, Shard(self._source.classes), own, weight, bias, memory))
 
-    def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
-        """Add a batch."""
+    def _add(self, batch: HeadBatch, curvature: Curvature) -> None:
         found, rows = None, None
         if batch.labels is not None and curvature.total is not None and self._scale is None:
             rows = (
@@ -149,7 +140,7 @@ class Total:
         if rows is not None:
             self._contributions.append(_by_sample(batch, rows).sum(dim=1))
 
-    def _add_rows(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
+    def _add_rows(self, batch: HeadBatch, curvature: Curvature) -> None:
         features = batch.features if self._scale is None else normalize.apply(self._scale, batch.features, inverse=True)
         rows, bounds = curvature.by_row(features, batch.terms.scale, *batch.terms.extra)
         rows = rows.mul_(batch.terms.scale)

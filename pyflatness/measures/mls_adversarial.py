@@ -82,17 +82,12 @@ def mls_adversarial(
 
 
 def _estimate(task: Task, steps: int = STEPS, rho: float | None = None, *, normalized: bool = False) -> Estimate:
-    with task.forward.in_full():
-        return _of_outputs(task, steps, rho, normalized=normalized)
-
-
-def _of_outputs(task: Task, steps: int, rho: float | None, *, normalized: bool) -> Estimate:
     signs, shard, done = Signs(task.options.seed, [0]), task.batches.shard, 0
     found, over = [], Accumulator(task.options.nan_policy)
     cuts = task.cut_batches(
         lambda some: _Ascent(task, some, 0, rho).values(1, signs, shard.numbers(0, batching.size(some)))
     )
-    with recorder.frozen(task.model):
+    with task.forward.in_full(), recorder.frozen(task.model):
         for number, micro_batch in cuts.numbered(task.batches):
             ascent = _Ascent(task, micro_batch, number, rho)
             values = ascent.values(steps, signs, shard.numbers(done, len(ascent.sizes)))
@@ -188,9 +183,7 @@ MLS_ADVERSARIAL = Measure(
     name="mls_adversarial",
     formula="mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|, |δ| small, by gradient ascent",
     source="From Loss Flatness to Compressed Representations, Eq. 47",
-    of_layers=False,
-    compute=lambda task: {"": _estimate(task)},
-    granularity="network",
+    of_network=_estimate,
     invariant="layer-wise, neuron-wise",
     cost=f"{STEPS + 2} forward passes and {STEPS} backward passes",
 )
@@ -198,9 +191,7 @@ NORMALIZED_MLS_ADVERSARIAL = Measure(
     name="normalized_mls_adversarial",
     formula="mean_i |x_i|² max_δ |f(x_i + δ) - f(x_i)|² / |δ|², |δ| small, by gradient ascent",
     source="From Loss Flatness to Compressed Representations, Definition F.1 and Eq. 47",
-    of_layers=False,
-    compute=lambda task: {"": _estimate(task, normalized=True)},
-    granularity="network",
+    of_network=partial(_estimate, normalized=True),
     invariant="layer-wise, neuron-wise",
     cost=MLS_ADVERSARIAL.cost,
 )

@@ -46,7 +46,7 @@ from ..reparameterization.folding import Folding
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate
 from ..session import public, session
-from .base import Estimates, Measure, Task
+from .base import Measure, Task
 
 DROP, PROBES, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
 LARGEST = 2.0  # σ
@@ -319,7 +319,7 @@ def _magnitude_bound(steps: Tensor, mean: float | Tensor, sigma: float) -> float
     return float(ratios.log().sum()) / 4
 
 
-def _values(name: str, task: Task) -> Estimates:
+def _estimate(name: str, task: Task) -> Estimate:
     """Return 1/σ² of one of the two measures, by name."""
     search = _Search(task)
     found: Bisection
@@ -338,27 +338,23 @@ def _values(name: str, task: Task) -> Estimates:
         notes.append(f"{name}: no σ was found at which the accuracy drops by {DROP}; σ is where the search ended")
     if search.unfolded:
         notes.append(f"{name}: BatchNorm that follows no layer of its own: {', '.join(search.unfolded)}")
-    return {
-        "": Estimate(
-            value=found.flatness,
-            stderr=found.flatness_stderr,
-            samples=search.samples,
-            method="monte-carlo",
-            exact=False,
-            backend="reference",
-            notes=tuple(notes),
-            dof=None if found.stderr is None else len(found.drops) - 1,
-        )
-    }
+    return Estimate(
+        value=found.flatness,
+        stderr=found.flatness_stderr,
+        samples=search.samples,
+        method="monte-carlo",
+        exact=False,
+        backend="reference",
+        notes=tuple(notes),
+        dof=None if found.stderr is None else len(found.drops) - 1,
+    )
 
 
 PAC_BAYES = Measure(
     name="pac_bayes",
     formula="1/σ², σ the noise N(0, σ²) on all parameters that lowers the accuracy by 0.1",
     source="Petzka et al. 2021, appendix C.2; Jiang et al. 2020",
-    of_layers=False,
-    compute=partial(_values, "pac_bayes"),
-    granularity="network",
+    of_network=partial(_estimate, "pac_bayes"),
     cost=f"up to {_reads(PROBES, STEPS)} forward passes",
     reads=_reads(PROBES, STEPS),
 )
@@ -366,9 +362,7 @@ PAC_BAYES_MAGNITUDE = Measure(
     name="pac_bayes_magnitude",
     formula="1/σ², σ the noise N(0, σ² θ_j² + 1e-6) on all parameters θ_j that lowers the accuracy by 0.1",
     source="Jiang et al. 2020; Petzka et al. 2021, appendix C.2",
-    of_layers=False,
-    compute=partial(_values, "pac_bayes_magnitude"),
-    granularity="network",
+    of_network=partial(_estimate, "pac_bayes_magnitude"),
     cost=PAC_BAYES.cost,
     reads=PAC_BAYES.reads,
 )

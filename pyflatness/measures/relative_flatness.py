@@ -134,7 +134,6 @@ NEURON_FLATNESS_MAX = Measure(
     base=NEURON_FLATNESS.name,
     derive=largest,
     invariant=_NEURON_WISE,
-    cost="that of neuron_flatness, shared",
     network_of=LARGEST,
 )
 NEURON_FLATNESS_ROWS = Measure(
@@ -151,6 +150,5 @@ NEURON_FLATNESS_ROWS_MAX = Measure(
     base=NEURON_FLATNESS_ROWS.name,
     derive=largest,
     invariant=_NEURON_WISE,
-    cost="that of neuron_flatness_rows, shared",
     network_of=LARGEST,
 )

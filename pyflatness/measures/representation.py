@@ -44,7 +44,6 @@ from ..sweep import jacobians
 from ..sweep.jacobians import INPUT, Samples
 from .base import WHOLE, Estimates, Measure
 
-COST = "one forward pass and one backward pass per output of the model, shared by all measures of Jacobians"
 _SOURCE = "From Loss Flatness to Compressed Representations"
 _NO_INPUT = "the model's input has no derivative (no floating-point tensor among a batch's inputs): layers only"
 
@@ -85,18 +84,7 @@ def estimate(samples: Samples, each: Tensor, place: str) -> Estimate:
     lost = int((counted == -torch.inf).sum())
     if lost:
         notes.append(f"log_volume: {lost} of {len(counted)} samples have a J of lower rank, and no volume")
-    return Estimate(
-        value=float(counted.mean()),
-        stderr=None,
-        samples=len(counted),
-        method="jacobian",
-        exact=True,
-        backend=samples.backend,
-        per_sample=each if samples.task.options.per_sample else None,
-        layer=place,
-        omitted=len(each) - len(counted),
-        notes=tuple(notes),
-    )
+    return samples.estimate(float(counted.mean()), place, notes, each)
 
 
 MLS = Measure(
@@ -105,7 +93,6 @@ MLS = Measure(
     source=f"{_SOURCE}, Definition 3.7",
     of_layers=False,
     of_jacobians=partial(_at_places, lambda samples, place: samples.each(place, "largest")),
-    cost=COST,
 )
 NMLS = Measure(
     name="nmls",
@@ -113,7 +100,6 @@ NMLS = Measure(
     source=f"{_SOURCE}, Definition 3.9",
     of_jacobians=partial(_summed, lambda samples, place: samples.each(place, "largest")),
     granularity="network",
-    cost=COST,
 )
 NORMALIZED_MLS = Measure(
     name="normalized_mls",
@@ -122,7 +108,6 @@ NORMALIZED_MLS = Measure(
     of_layers=False,
     of_jacobians=partial(_at_places, lambda own, at: own.each(at, "size") * own.each(at, "largest").square()),
     invariant="layer-wise",
-    cost=COST,
 )
 INPUT_INVARIANT_MLS = Measure(
     name="input_invariant_mls",
@@ -132,7 +117,6 @@ INPUT_INVARIANT_MLS = Measure(
     of_jacobians=partial(_at_places, lambda samples, place: samples.each(place, "scaled")),
     needs=("scaled",),
     invariant="layer-wise, neuron-wise",
-    cost=COST,
 )
 LOG_VOLUME = Measure(
     name="log_volume",
@@ -140,7 +124,6 @@ LOG_VOLUME = Measure(
     source=f"{_SOURCE}, Definition 3.1 and Eq. 7",
     of_jacobians=partial(_at_places, lambda samples, place: samples.each(place, "log_volume")),
     needs=("log_volume",),
-    cost=COST,
     network_of=WHOLE,
 )
 VOLUME = Measure(
@@ -149,7 +132,6 @@ VOLUME = Measure(
     source=f"{_SOURCE}, Definitions 3.3 and 3.5",
     of_jacobians=lambda samples: {**_at_places(_volume, samples), **_summed(_volume, samples)},
     needs=("log_volume",),
-    cost=COST,
 )
 LOCAL_DIMENSION = Measure(
     name="local_dimension",
@@ -158,7 +140,6 @@ LOCAL_DIMENSION = Measure(
     of_layers=False,
     of_jacobians=partial(_at_places, _dimension),
     invariant="layer-wise",
-    cost=COST,
 )
 ROWS = (MLS, NMLS, NORMALIZED_MLS, INPUT_INVARIANT_MLS, LOG_VOLUME, VOLUME, LOCAL_DIMENSION)
 

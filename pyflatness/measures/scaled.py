@@ -210,7 +210,6 @@ RELATIVE_FLATNESS_PER_FEATURE = Measure(
     base=RELATIVE_FLATNESS.name,
     derive=functools.partial(scaled, lambda module: 1 / (2 * layers.matrix(module)[0].shape[-1])),
     invariant="layer-wise, attention rows",
-    cost="that of relative_flatness, shared",
 )
 SCALED_LAMBDA_MAX = Measure(
     name="scaled_lambda_max",
@@ -219,7 +218,6 @@ SCALED_LAMBDA_MAX = Measure(
     base=LAMBDA_MAX.name,
     derive=functools.partial(scaled, squared_norm),
     invariant="layer-wise",
-    cost="that of lambda_max, shared",
     reads=LAMBDA_MAX.reads,
 )
 LARGEST_SCALED_LAMBDA_MAX = Measure(
@@ -230,7 +228,6 @@ LARGEST_SCALED_LAMBDA_MAX = Measure(
     derive=functools.partial(largest_scaled, "largest_scaled_lambda_max"),
     granularity="network",
     invariant="layer-wise",
-    cost="that of lambda_max, shared",
     reads=LAMBDA_MAX.reads,
     network_of=LARGEST,
 )
@@ -241,7 +238,6 @@ SCALED_TRACE = Measure(
     base=TRACE.name,
     derive=functools.partial(scaled, squared_norm),
     invariant="layer-wise",
-    cost="that of trace, shared",
 )
 LARGEST_SCALED_TRACE = Measure(
     name="largest_scaled_trace",
@@ -251,7 +247,6 @@ LARGEST_SCALED_TRACE = Measure(
     derive=functools.partial(largest_scaled, "largest_scaled_trace"),
     granularity="network",
     invariant="layer-wise",
-    cost="that of trace, shared",
     network_of=LARGEST,
 )
 
@@ -292,7 +287,6 @@ MATRIX_NORMALIZED_SHARPNESS = Measure(
     derive=functools.partial(summed, spectral_norm),
     granularity="network",
     invariant="layer-wise",
-    cost="that of trace, shared",
 )
 MATRIX_NORMALIZED_SHARPNESS_FROBENIUS = Measure(
     name="matrix_normalized_sharpness_frobenius",
@@ -302,5 +296,4 @@ MATRIX_NORMALIZED_SHARPNESS_FROBENIUS = Measure(
     derive=functools.partial(summed, lambda module: math.sqrt(squared_norm(module))),
     granularity="network",
     invariant="layer-wise",
-    cost="that of trace, shared",
 )

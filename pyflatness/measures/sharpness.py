@@ -36,6 +36,7 @@ C24: "From Loss Flatness to Compressed Representations".
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -49,9 +50,7 @@ SHARPNESS = Measure(
     name="sharpness",
     formula="Tr(∂²E/∂θ²), θ all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 2",
-    of_layers=False,
-    compute=lambda task: {"": diagonal.estimate(task)},
-    granularity="network",
+    of_network=diagonal.estimate,
     cost="a sweep of its own; where the model is not piecewise linear in a parameter, a Hessian product for each of "
     "its entries",
 )
@@ -87,9 +86,7 @@ INTERPOLATION_SHARPNESS = Measure(
     name="interpolation_sharpness",
     formula="(1/n) Σ_i |∂f_i/∂θ|², θ all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 3",
-    of_layers=False,
-    compute=lambda task: {"": of_outputs(task)},
-    granularity="network",
+    of_network=of_outputs,
     cost="a sweep of its own: one backward pass per output",
 )
 
@@ -98,9 +95,7 @@ INTERPOLATION_ADAPTIVE_SHARPNESS = Measure(
     name="interpolation_adaptive_sharpness",
     formula="(1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|², θ all trainable parameters",
     source="From Loss Flatness to Compressed Representations, Eq. 41",
-    of_layers=False,
-    compute=lambda task: {"": of_outputs(task, adaptive=True)},
-    granularity="network",
+    of_network=partial(of_outputs, adaptive=True),
     invariant="layer-wise, neuron-wise",
     cost="a sweep of its own: one backward pass per output",
 )
@@ -112,7 +107,7 @@ ADAPTIVE_SHARPNESS = Measure(
     source="From Loss Flatness to Compressed Representations, Definition E.1",
     of_layers=False,
     quantity="weighted",
-    of_network=lambda task: diagonal.estimate(task, adaptive=True),
+    of_network=partial(diagonal.estimate, adaptive=True),
     invariant="layer-wise, neuron-wise",
     cost="layers: one sweep, shared; network: a sweep of its own, and where the model is not piecewise linear in "
     "a parameter a Hessian product for each of its entries",

@@ -156,10 +156,3 @@ def check_head(features: Tensor, weight: Tensor, bias: Tensor | None, total: int
         raise InputError(f"features {tuple(features.shape)} do not fit weight {tuple(weight.shape)}: (n, m) and (d, m)")
     if bias is not None and bias.shape[0] != d:
         raise InputError(f"bias has {len(bias)} entries for {d} rows of weight")
-
-
-def check_tensors(
-    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss
-) -> None:
-    """Raise if the tensors of a head, or its targets, do not fit; see :func:`from_tensors`."""
-    from_tensors(features, weight, bias, targets, loss).batch.make_terms()

@@ -34,7 +34,6 @@ within the reported residual of the value, up to the rounding of the products. T
 as that a random start has a component along its eigenvector.
 """
 
-from ..hessian.eigenvalues import largest
 from ..hessian.products import Products
 from ..numerics.lanczos import LargestEigenvalues
 from ..report import Estimate
@@ -69,7 +68,7 @@ def lambda_max(task: Task) -> Estimates:
     products = Products(task)
     every = tuple(products.modules)
     blocks = dict.fromkeys([*((name,) for name in every), every])  # a single layer is the network too
-    found = largest(products, list(blocks), task.budget(), task.options.seed)
+    found = products.largest_eigenvalues(list(blocks))
     estimates = {name: _estimate(task, products, found[name,], name) for name in every}
     return {**estimates, "": _estimate(task, products, found[every], "")}
 

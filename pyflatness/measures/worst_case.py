@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
-from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..losses import risk
 from ..messages import check_choice, in_words, span
@@ -88,25 +87,19 @@ class WorstCase:
         )
 
 
-@dataclass(frozen=True)
 class Ascent:
-    """Climb on the loss within a ball."""
+    """Climb on the loss within a ball by the user's options.
 
-    scale: Callable[[Tensor], Tensor]  # T's diagonal, of a parameter
-    euclidean: bool  # whether the ball has the Euclidean norm; else it is a box
-    rho: float
-    steps: int
-    starts: int
-    seed: int
+    ``scale`` is T's diagonal, of a parameter. The ball has the Euclidean norm if ``euclidean``; else it is a box.
+    """
 
-    @classmethod
-    def checked(
-        cls, scale: Callable[[Tensor], Tensor], rho: float, steps: int, starts: int, how: How, *, euclidean: bool
-    ) -> "Ascent":
-        """Return an ascent by the user's options."""
-        steps = check_count("steps", steps, 1, "a number of steps")
-        starts = check_count("starts", starts, 1, "a number of ascents")
-        return cls(scale, euclidean, check_number("rho", rho), steps, starts, how.get("seed", 0))
+    def __init__(
+        self, scale: Callable[[Tensor], Tensor], rho: float, steps: int, starts: int, how: How, *, euclidean: bool
+    ) -> None:
+        self.scale, self.euclidean, self.seed = scale, euclidean, how.get("seed", 0)
+        self.steps = check_count("steps", steps, 1, "a number of steps")
+        self.starts = check_count("starts", starts, 1, "a number of ascents")
+        self.rho = check_number("rho", rho)
 
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
         """Return the worst rise on a task's data, in groups of ``m`` samples or over all samples together."""
@@ -240,7 +233,7 @@ class _Place:
         budget = self._task.budget()
         start = RandomVectors(seed, self.size, self.device).draw().unsqueeze(0)
         basis = max(1, budget.bases // (8 * self.size))
-        search = lanczos.largest(start, tolerance=tolerance_of(products), size=basis)
+        search = lanczos.largest(start, tolerance=products.tolerance, size=basis)
         scale = torch.cat([self._scale(w).flatten().double() for w in self._theta.values()])
 
         def times(vectors: Tensor) -> Tensor:
@@ -282,21 +275,16 @@ def _groups(task: Task, m: int | None) -> Iterator[tuple[Any, int]]:
 
 
 def _with_normalized_outputs(forward: calling.Forward) -> Any:
-    """Return a ``forward`` for a task that normalises the outputs."""
+    """Return a ``forward`` that divides outputs by the root mean square of a sample's deviations from their mean."""
 
     def normalized(model: Any, batch: Any) -> tuple[Tensor, Any]:
         outputs, targets = calling.run(model, batch, forward)
-        return _normalized(outputs), targets
+        if outputs.ndim != 2:
+            raise InputError(f"normalize_logits=True is for outputs (n, classes), got {tuple(outputs.shape)}")
+        spread = (outputs - outputs.mean(dim=1, keepdim=True)).square().mean(dim=1, keepdim=True).sqrt()
+        return outputs / spread, targets
 
     return normalized
-
-
-def _normalized(outputs: Tensor) -> Tensor:
-    """Return each sample's outputs over the root mean square of their deviations from their mean."""
-    if outputs.ndim != 2:
-        raise InputError(f"normalize_logits=True is for outputs (n, classes), got {tuple(outputs.shape)}")
-    spread = (outputs - outputs.mean(dim=1, keepdim=True)).square().mean(dim=1, keepdim=True).sqrt()
-    return outputs / spread
 
 
 @public(*CALL, "seed", "memory")
@@ -358,7 +346,7 @@ def worst_case_sharpness(
     if bound and norm == "linf":
         raise InputError("bound=True is for norm='l2': a maximum norm of ρ allows a Euclidean one of ρ √N")
     scale = torch.abs if adaptive else torch.ones_like
-    ascent = Ascent.checked(scale, rho, steps, starts, how, euclidean=norm == "l2")
+    ascent = Ascent(scale, rho, steps, starts, how, euclidean=norm == "l2")
     m = None if m is None else check_count("m", m, 1, "a number of samples")
     with session(model, loss, data, Options.of(how), how, reads=3) as task:
         return ascent.of(task, m, normalized=check_flag("normalize_logits", normalize_logits), bounded=bound)
@@ -401,7 +389,7 @@ def keskar_sharpness(
         >>> round(pf.measures.keskar_sharpness(model, torch.nn.MSELoss(), data, rho=0.1, starts=2).value, 6)
         4.0
     """
-    ascent = Ascent.checked(lambda w: w.abs() + 1, rho, steps, starts, how, euclidean=False)
+    ascent = Ascent(lambda w: w.abs() + 1, rho, steps, starts, how, euclidean=False)
     with session(model, loss, data, Options.of(how), how, reads=3) as task:
         found = ascent.of(task, None)
     percent = 100 / (1 + found.loss)

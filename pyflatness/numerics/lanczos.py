@@ -69,7 +69,9 @@ def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | N
         if bool(done.all()) or products >= max_products:
             break
         if basis.shape[1] >= max(size, _FEWEST):
-            basis, projected = _restarted(basis, values, vectors)
+            # H maps the upper half of the Ritz vectors to itself and one direction.
+            kept = basis.shape[1] // 2
+            basis, projected = vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])
         following = torch.where(norm > 0, 1 / norm, 0.0).unsqueeze(1) * rest
         basis = torch.cat([basis, following.unsqueeze(1)], dim=1)
     found = torch.nn.functional.normalize(found, dim=1)
@@ -116,9 +118,3 @@ def bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
     bordered[:, :-1, :-1] = projected
     bordered[:, -1] = bordered[:, :, -1] = coefficients
     return bordered
-
-
-def _restarted(basis: Tensor, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the upper half of the Ritz vectors as a basis, mapped to itself and one direction by H, and its T."""
-    kept = basis.shape[1] // 2
-    return vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])

@@ -48,9 +48,9 @@ class Shard:
         found = self.ranks.exchange(step, [self.counts, fact])
         return [each for counts, each in found if counts]
 
-    def united(self, step: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def united(self, step: str, facts: Mapping[str, Any]) -> dict[str, dict[Key, Any]]:
         """Return the union of all ranks' mappings; for a key of several ranks, the first one's entry."""
-        united: dict[str, dict[str, Any]] = {name: {} for name in facts}
+        united: dict[str, dict[Key, Any]] = {name: {} for name in facts}
         for each in self.every(step, facts):
             for name, entries in each.items():
                 united[name] = {**entries, **united[name]}

@@ -18,12 +18,15 @@ from ..errors import InputError
 from ..hessian import block_traces, probes
 from ..hessian.block_traces import BlockTraces
 from ..numerics.signs import Signs
+from ..numerics.variances import with_squares
 from ..passes import cotangents
+from ..passes.cotangents import Cotangents
 from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
-from ..passes.runner import Run
-from . import adaptive, groups, residuals
+from ..passes.runner import Repeatable, Run
+from . import groups, residuals
 from .contracted import Contracted
+from .groups import Groups, Probes, Tolerance
 from .layer_sweep import Sweep, Values
 from .residuals import Residuals, Rounds
 from .subset import Subset
@@ -37,14 +40,89 @@ PLAN, _PLANS = 1.2e6, 5e8
 """Multiply-adds of a backward pass in the time that the plan for a sample takes, and that of all data besides. Measured
 on one thread of a CPU: perceptrons of 10 to 100 classes and LeNet5, 64 to 2,000 samples."""
 
+_CHOICE = -1  # the stream that chooses the groups with a replicate
+
 Found = tuple[Tensor, Mapping[int, Tensor]]  # places of samples, and by number of a layer values (k, quantities, s)
+
+
+@dataclass
+class Grouped:
+    """Hold the probes of a micro-batch, and the sums of their values.
+
+    A round that at least half of the samples have is sent on the existing graph, for all samples at once. The remaining
+    probes are packed: samples are repeated as rows of full batches, with a new forward pass.
+    """
+
+    left: Repeatable  # of the micro-batch's run
+    sent: Cotangents
+    weights: Tensor  # over chances, (n, columns) float64, 0 for samples that are not finite
+    finite: Tensor  # (n,), the other samples
+    groups: Groups
+    probes: Probes
+    signs: Tensor  # (2, n, columns) int8: of probes and of their replicates
+    sums: Tensor  # (layers, quantities, n) float64
+    differences: Tensor  # (layers, quantities, pairs) float64, between a probe and its replicate
+    replicated: Tensor  # (pairs,) float64, v_g (1/π - ½) of their groups
+    chances: Tensor  # (n,) float64, of each sample to be in the part of the data that is sent
+    rounds: int = 0  # of probes, that were sent for all samples at once
+
+    def rows(self, chosen: Tensor) -> Tensor:
+        """Return signs of the columns of some probes, (s, columns) int8, 0 for columns of other groups."""
+        probes, places = self.probes, self.probes.samples[chosen]
+        kept = self.groups.of[places] == probes.groups[chosen].unsqueeze(1)
+        return torch.where(kept, self.signs[probes.replicates[chosen], places], 0)
+
+    def of_round(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a round's probes, and its cotangent for all samples; NaN for those that are not finite."""
+        chosen = (self.probes.rounds == number).nonzero().flatten()
+        rows = torch.zeros_like(self.signs[0]).index_copy_(0, self.probes.samples[chosen], self.rows(chosen))
+        return chosen, self.sent.chosen(rows.float().masked_fill_(~self.finite.unsqueeze(1), torch.nan))
+
+    def silent(self, chosen: Tensor) -> Tensor:
+        """Return the samples, (n,), without a probe in a round."""
+        return torch.ones_like(self.finite).index_fill_(0, self.probes.samples[chosen], False) & self.finite
+
+    def packed(self, chosen: Tensor) -> Tensor:
+        """Return the cotangents of some probes, one in each row of a batch."""
+        return self.sent.take(self.probes.samples[chosen]).chosen(self.rows(chosen).float())
+
+    def add_round(self, chosen: Tensor, values: Tensor) -> None:
+        """Add values (layers, quantities, n) of a round; those of samples without a probe in it are 0, or NaN."""
+        places = self.probes.samples[chosen]
+        fractions = values.new_zeros(values.shape[2]).index_copy_(0, places, self.probes.fractions[chosen])
+        self.sums += values * fractions
+        self._compare(chosen, values[..., places])
+
+    def add(self, chosen: Tensor, values: Tensor) -> None:
+        """Add values (layers, quantities, s) of some probes."""
+        self.sums.index_add_(2, self.probes.samples[chosen], values * self.probes.fractions[chosen])
+        self._compare(chosen, values)
+
+    def _compare(self, chosen: Tensor, values: Tensor) -> None:
+        kept = self.probes.pairs[chosen] >= 0
+        again = self.probes.replicates[chosen] == 1
+        signed = torch.where(again, -values, values)[..., kept]
+        self.differences.index_add_(2, self.probes.pairs[chosen][kept], signed)
+
+    def variances(self) -> Tensor | None:
+        """Return unbiased variances of each sample's sum, the sum of its groups' squared ones, and its replicates.
+
+        They are (3, layers + 1, quantities, n); the last layer is the network. None if the sums are exact.
+        """
+        if not bool((self.groups.variances > 0).any()):
+            return None
+        both = torch.cat([self.differences, self.differences.sum(dim=0, keepdim=True)])
+        found = with_squares(both.square() / 2 * (1 / self.probes.chances - 0.5))
+        found = torch.cat([found, torch.ones_like(found[:1])])
+        again = self.probes.samples[self.probes.replicates == 1]
+        return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 
 
 @dataclass(frozen=True)
 class _Begun:
     """Hold a micro-batch's probes and values while its graph is gone, until the remaining probes are sent."""
 
-    part: adaptive.Grouped  # the GGN's probes
+    part: Grouped  # the GGN's probes
     forms: Mapping[str, LayerForm]  # of the layers with these probes
     rest: Residuals | None  # the residuals of layers in whose weight the model is not linear; None without them
     prints: Mapping[str, Tensor]  # these layers' fingerprints of their rows
@@ -68,7 +146,7 @@ class AdaptiveSweep(Sweep):
         self._runner.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         rtol = self._options.rtol or groups.RTOL
         samples = self._runner.batches.samples if subset is None else subset.count
-        tolerance = groups.Tolerance(share**0.5 * rtol, samples)
+        tolerance = Tolerance(share**0.5 * rtol, samples)
         self._subset, self._in_part = subset, subset is not None
         predictor = residuals.Predictor(rtol, tolerance)
 
@@ -114,7 +192,7 @@ class AdaptiveSweep(Sweep):
         chosen = None if subset is None else subset.chosen
         self._runner.each(work, lambda finish_it: finish_it(), first=first, chosen=chosen)
 
-    def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun | Values | None":
+    def _begun(self, run: Run, tolerance: Tolerance) -> "_Begun | Values | None":
         """Plan a micro-batch's probes, and send the rounds for all samples backward.
 
         Return exact values instead if these are cheaper; None if this run is the first to show that.
@@ -131,11 +209,7 @@ class AdaptiveSweep(Sweep):
         heads, forms = self._head_formula.split(run, sent, linear)
         forms |= {name: self._forms[name] for name in nonlinear}
         self.columns = max(self.columns, sent.passes)
-        shape = len(self._runner.selected), len(self.quantities)
-        share = residuals.GGN_SHARE if nonlinear else 1.0
-        sizes = sent.sizes()
-        chances = torch.ones_like(sizes) if self._subset is None else self._subset.chances(sizes)
-        part = adaptive.begin(run, sent, shape, tolerance, self._options, share, chances)
+        part = self._grouped(run, sent, tolerance, residuals.GGN_SHARE if nonlinear else 1.0)
         rounds = 0
         if sent.passes and forms:
             rounds = part.probes.common_rounds(self._having(run))
@@ -156,7 +230,34 @@ class AdaptiveSweep(Sweep):
         prints = {name: form.fingerprints(run) for name, form in forms.items()}
         return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)
 
-    def _is_cheap(self, run: Run, sent: cotangents.Cotangents, forms: Mapping[str, LayerForm]) -> bool:
+    def _grouped(self, run: Run, sent: Cotangents, tolerance: Tolerance, share: float) -> Grouped:
+        """Plan a run's probes, which get a ``share`` of the allowed variance.
+
+        A sample that is in a part of the data with probability π, of ``chances`` (n,), stands for 1/π samples. Its
+        variance is weighted by 1/π, and so its weights by 1/√π in groups; in sums they are weighted by 1/π.
+        """
+        sizes, weights, options = sent.sizes(), sent.weights(), self._options
+        chances = torch.ones_like(sizes) if self._subset is None else self._subset.chances(sizes)
+        finite = weights.isfinite().all(dim=1)
+        whole = torch.where(finite.unsqueeze(1), weights, 0.0) / chances.unsqueeze(1)
+        found = groups.group(whole * chances.sqrt().unsqueeze(1), tolerance.allowed(whole, share))
+        replicating = groups.chances(found.variances, tolerance.replicates)
+        uniform = Signs(options.seed, [0]).uniform(_CHOICE, run.numbers, replicating.shape[1])[0]
+        planned = groups.probes(found, replicating, uniform)
+        if len(planned.samples) > options.max_passes * run.samples:
+            raise InputError(
+                f"probes='adaptive' takes {len(planned.samples) / run.samples:.0f} cotangents a sample for this rtol, "
+                f"more than max_passes={options.max_passes}; pass a larger rtol= or max_passes=, or probes=k, a number "
+                "of probes"
+            )
+        signs = Signs(options.seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
+        sums = weights.new_zeros(len(self._runner.selected), len(self.quantities), run.samples)
+        differences = weights.new_zeros(*sums.shape[:2], len(planned.chances))
+        replicated = found.variances[uniform < replicating] * (1 / planned.chances - 0.5)
+        left = Repeatable.of(run)
+        return Grouped(left, sent, whole, finite, found, planned, signs, sums, differences, replicated, chances)
+
+    def _is_cheap(self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> bool:
         """Return whether exact values of all data take less time than planning and sending probes."""
         work = sum(forms[name].matrix[0, 0].numel() * call.output.numel() for name in forms for call in run.calls(name))
         of_plan = PLAN * run.samples + _PLANS * run.samples / (self._runner.batches.samples or math.inf)

@@ -35,7 +35,9 @@ _VIEWS = re.compile(
 class HeadFormula:
     """Hold the formula of each layer that is a head, and which layers have been heads in every micro-batch so far.
 
-    ``quantities`` are in the order of their values: those with a formula come last, in the slice ``columns``.
+    ``quantities`` are in the order of their values: those with a formula come last, in the slice ``columns``. The keys
+    of ``seen`` are the layers that were a head, or no head, in a micro-batch, and those of which all probes of the
+    trace agreed, or differed, in one.
     """
 
     def __init__(self, runner: Runner, loss: Loss, budget: Budget, quantities: Sequence[str]) -> None:
@@ -46,8 +48,7 @@ class HeadFormula:
         self.columns = slice(len(self._others), len(self.quantities))
         self._curvatures: dict[str, Curvature] = {}
         self._forms: dict[str, LayerForm] = {}
-        self._always: dict[str, bool] = {}
-        self._agreeing: dict[str, bool] = {}
+        self.seen: dict[str, dict[str, bool]] = {what: {} for what in ("head", "no head", "agreeing", "differing")}
 
     def split(
         self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]
@@ -56,7 +57,7 @@ class HeadFormula:
         heads = {}
         for name, form in forms.items() if self._others != self.quantities else ():
             order = self._order(run, sent, form)
-            self._always[name] = order is not None and self._always.get(name, True)
+            self.seen["no head" if order is None else "head"][name] = True
             if order is not None:
                 heads[name] = self._values(run, sent, form, order)
         taking = {name: form for name, form in forms.items() if self._others or name not in heads}
@@ -66,29 +67,22 @@ class HeadFormula:
 
     def always(self, names: Iterable[str], quantity: str) -> bool:
         """Return whether a quantity was computed by its formula in every run of some layers."""
-        return QUANTITIES[quantity].at_head and all(map(self._always.get, names))
+        return QUANTITIES[quantity].at_head and self._throughout(names, "head", "no head")
 
     def compare(self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> None:
         """Note whether all probes of a layer's trace agree: a head's do if a sample's cotangents have one norm."""
         for name, form in forms.items() if _TRACE in self.quantities else ():
-            if self._agreeing.get(name, True):
-                self._agreeing[name] = sent.same_lengths and self._order(run, sent, form) is not None
+            if name not in self.seen["differing"]:
+                agree = sent.same_lengths and self._order(run, sent, form) is not None
+                self.seen["agreeing" if agree else "differing"][name] = True
 
     def agree(self, names: Iterable[str], quantity: str) -> bool:
         """Return whether all probes of a quantity gave the same value in every run of some layers."""
-        return quantity == _TRACE and all(self._agreeing.get(name, False) for name in names)
+        return quantity == _TRACE and self._throughout(names, "agreeing", "differing")
 
-    def facts(self) -> dict[str, dict[str, bool]]:
-        """Return which layers were checked for being a head, which were none, and the same of agreeing probes."""
-        others = {name: True for name, is_head in self._always.items() if not is_head}
-        differing = {name: True for name, agreeing in self._agreeing.items() if not agreeing}
-        compared = {"compared": dict.fromkeys(self._agreeing, True), "differing": differing}
-        return {"asked": dict.fromkeys(self._always, True), "no heads": others, **compared}
-
-    def unite(self, united: Mapping[str, Mapping[str, bool]]) -> None:
-        """Replace this rank's facts by the :meth:`facts` of all ranks."""
-        self._always = {name: name not in united["no heads"] for name in united["asked"]}
-        self._agreeing = {name: name not in united["differing"] for name in united["compared"]}
+    def _throughout(self, names: Iterable[str], what: str, otherwise: str) -> bool:
+        """Return whether some layers were one thing in a micro-batch, and never the other."""
+        return {*names} <= self.seen[what].keys() - self.seen[otherwise].keys()
 
     def _order(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor | None:
         """Return the rows of a head's output that loss terms read; empty for all in order, None if it is no head."""

@@ -6,7 +6,7 @@ these give G = J Jᵀ and a few sums. J is held for one micro-batch, of a size w
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,11 +25,14 @@ from ..passes.layer_form import LayerForm
 from ..passes.recorder import RecordedCall
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
+from ..report import Estimate
 from .jacobian_rows import QUANTITIES, PlaceRows, WeightGradient
 
 _SMALL = 32  # the most outputs for which kernels have eigenvalues
 
 INPUT = ""  # the place of the model's input; a layer's input has the layer's name
+_EVERYWHERE = "size"  # a quantity that every place has
+Key = tuple[str, str]  # a place and a quantity
 
 
 @dataclass(frozen=True)
@@ -44,24 +47,40 @@ class Samples:
     apart: dict[str, str]  # why a layer is not one matrix that is used once; empty if it is
     passed: frozenset[str]  # layers whose input also reaches the outputs by a path that skips them
     backend: str  # of the eigenvalues
-    _found: dict[str, dict[str, Tensor]]
+    _found: dict[Key, Tensor]
 
     @property
     def has_input(self) -> bool:
         """Return whether the model's input has a derivative."""
-        return INPUT in self._found
+        return self.has(INPUT, _EVERYWHERE)
 
     def has(self, place: str, quantity: str) -> bool:
         """Return whether a place has a quantity."""
-        return quantity in self._found[place]
+        return (place, quantity) in self._found
 
     def each(self, place: str, quantity: str) -> Tensor:
         """Return a quantity of each sample, (n,) float64; NaN for a sample that was left out."""
-        return self._found[place][quantity]
+        return self._found[place, quantity]
 
     def counted(self, place: str, quantity: str) -> Tensor:
         """Return a quantity of the samples that count."""
-        return self._found[place][quantity][self.kept]
+        return self._found[place, quantity][self.kept]
+
+    def estimate(self, value: float, place: str, notes: Sequence[str], per_sample: Tensor | None = None) -> Estimate:
+        """Return the estimate of a value at a layer's input, or of the model's or the network's ("")."""
+        counted = int(self.kept.sum())
+        return Estimate(
+            value=value,
+            stderr=None,
+            samples=counted,
+            method="jacobian",
+            exact=True,
+            backend=self.backend,
+            per_sample=per_sample if self.task.options.per_sample else None,
+            layer=place,
+            omitted=len(self.kept) - counted,
+            notes=tuple(notes),
+        )
 
 
 @dataclass
@@ -70,12 +89,11 @@ class _MicroBatch:
 
     number: int
     samples: int
-    values: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[Key, Tensor] = field(default_factory=dict)
 
-    def of(self, place: str, name: str) -> Tensor:
+    def of(self, key: Key) -> Tensor:
         """Return a quantity of each sample, (n,); for a layer that did not run, its value for J = 0."""
-        found = self.values.get(place, {}).get(name)
-        zero = QUANTITIES[name].of_zero
+        found, zero = self.values.get(key), QUANTITIES[key[1]].of_zero
         return torch.full((self.samples,), zero, dtype=torch.float64, device="cpu") if found is None else found.cpu()
 
     def fine(self) -> Tensor:
@@ -84,17 +102,14 @@ class _MicroBatch:
 
     def error(self) -> NonFiniteError:
         """Return the error for samples with values that are not finite."""
-        fine, places = self.fine(), [name for name, where in self._fine().items() if not bool(where.all())]
-        listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in places[:4])
-        return non_finite(self.number, fine, f"in the input, or in the derivatives, of {listed}")
+        places = dict.fromkeys(place for (place, _), where in self._fine().items() if not bool(where.all()))
+        listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in [*places][:4])
+        return non_finite(self.number, self.fine(), f"in the input, or in the derivatives, of {listed}")
 
-    def _fine(self) -> dict[str, Tensor]:
-        """Return by place whether each sample has finite values; the logarithm of a volume may be minus infinity."""
+    def _fine(self) -> dict[Key, Tensor]:
+        """Return whether each sample has finite values, but for logarithms of volumes, which may be minus infinity."""
         looked_at = {name for name, row in QUANTITIES.items() if math.isfinite(row.of_zero)}
-        return {
-            place: torch.stack([values.isfinite() for name, values in found.items() if name in looked_at]).all(dim=0)
-            for place, found in self.values.items()
-        }
+        return {key: values.isfinite() for key, values in self.values.items() if key[1] in looked_at}
 
 
 def measured(
@@ -141,42 +156,31 @@ class _Sweep:
         over.together(shard, {})
         over.check()
         fine = torch.cat([micro_batch.fine() for micro_batch in taken])
-        wanted: dict[str, dict[str, bool]] = {}
-        for micro_batch in taken:
-            for place, held in micro_batch.values.items():
-                wanted.setdefault(place, {}).update(dict.fromkeys(held, True))
-        wanted = self._united(shard, wanted)
-        keys = [(place, name) for place, held in wanted.items() for name in held]
-        each = [torch.cat([micro_batch.of(*key) for micro_batch in taken]) for key in keys]
+        keys = self._united(shard, dict.fromkeys(key for micro_batch in taken for key in micro_batch.values))
+        each = [torch.cat([micro_batch.of(key) for micro_batch in taken]) for key in keys]
         *rows, fine = shard.rows("the values of samples", torch.stack([*each, fine.double()])) if keys else [fine]
         fine = fine.bool()
         kept = fine if over.omitted else torch.ones_like(fine)
-        found: dict[str, dict[str, Tensor]] = {place: {} for place in wanted}
-        for (place, name), whole in zip(keys, rows, strict=True):
-            found[place][name] = whole.masked_fill(~fine, torch.nan)
-        names = tuple(name for name in self._task.selection.modules if name in found)
+        found = {key: whole.masked_fill(~fine, torch.nan) for key, whole in zip(keys, rows, strict=True)}
+        names = tuple(name for name in self._task.selection.modules if (name, _EVERYWHERE) in found)
         if self._runner.modules and not names:
             raise self._no_places()
         backend = self._backend.name
         passed = frozenset(self._passed)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
 
-    def _united(self, shard: Shard, wanted: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]]:
-        """Return quantities by place, of all ranks, and add what these found about layers to what this one found."""
+    def _united(self, shard: Shard, keys: Mapping[Key, None]) -> list[Key]:
+        """Return the places and quantities of all ranks; add what these found about layers to what is known here."""
         if shard.ranks.alone:
-            return wanted
+            return [*keys]
         apart = {name: why for name, why in self._apart.items() if why}
-        facts = {"apart": apart, "passed": dict.fromkeys(self._passed, True)}
+        facts = {"apart": apart, "passed": dict.fromkeys(self._passed), "keys": keys}
         united = shard.united("what is known of layers", facts)
         self._passed |= united["passed"].keys()
         for calls in shard.every("the calls of layers", self._calls):
             self._calls = {name: max(count, self._calls.get(name, 0)) for name, count in (self._calls | calls).items()}
-        places: dict[str, dict[str, bool]] = {}
-        for held in shard.every("the Jacobians", wanted):
-            for place, names in held.items():
-                places[place] = {**places.get(place, {}), **names}
-        self._apart = {place: united["apart"].get(place, "") for place in places}
-        return places
+        self._apart = {place: united["apart"].get(place, "") for place, _ in united["keys"]}
+        return [*united["keys"]]
 
     def _reserve(self, found: Findings) -> int:
         """Return the bytes of J for one sample."""
@@ -211,7 +215,8 @@ class _Sweep:
         self._backend = contractions.choose(self._task.options.backend, run.outputs.device, torch.float64)
         found = _MicroBatch(run.number, run.samples)
         for place in places:
-            found.values[place.name] = place.values(self._wanted, self._eigenvalues, self._top)
+            values = place.values(self._wanted, self._eigenvalues, self._top)
+            found.values |= {(place.name, name): each for name, each in values.items()}
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart
                 self._passed |= {place.name} if place.passed else set()

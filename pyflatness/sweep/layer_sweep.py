@@ -111,10 +111,10 @@ class Sweep:
         facts = {"hessian": dict.fromkeys(self.by_hessian, True)}
         counts = {"columns": self.columns, "sent": self.sent}
         facts |= {what: {str(count): True} for what, count in counts.items()}
-        united = shard.united("how values came about", facts | self._head_formula.facts())
+        united = shard.united("how values came about", facts | self._head_formula.seen)
         self.by_hessian.update(united["hessian"])
         self.columns, self.sent = (max(map(int, united[what])) for what in counts)
-        self._head_formula.unite(united)
+        self._head_formula.seen = {what: united[what] for what in self._head_formula.seen}
         self._make_forms()  # of layers that ran on other ranks alone
 
     @property

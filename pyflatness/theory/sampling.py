@@ -310,7 +310,7 @@ class Psi:
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
         targets = check_tensor("targets", targets)
-        tensor_head.check_tensors(features, weight, bias, targets, loss)
+        tensor_head.from_tensors(features, weight, bias, targets, loss).batch.make_terms()  # which checks them
         if features.ndim != 2:
             raise InputError(f"features: one vector a sample, (n, m), is wanted, got shape {tuple(features.shape)}")
         self.loss, self.features, self.targets = loss, promoted(features.detach()), targets.detach().to(features.device)

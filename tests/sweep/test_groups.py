@@ -8,7 +8,7 @@ import torch
 
 from pyflatness.numerics.signs import Signs
 from pyflatness.sweep import groups
-from pyflatness.sweep.adaptive import Grouped
+from pyflatness.sweep.adaptive_sweep import Grouped
 
 
 def seeded(seed):
