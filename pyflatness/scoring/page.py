@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -317,9 +316,8 @@ def _answer(x: str, title: str, found: Correlations | None) -> str:
 
 def _among(names: Collection[str], records: Sequence[Record]) -> list[str]:
     """Return the names that are those of models, or of their files."""
-    known = {record["checkpoint"] for record in records}
-    aliases = {alias for name in known for alias in (name, Path(name).name, Path(name).stem)}
-    return [name for name in names if name in aliases]
+    known = {alias for record in records for alias in networks_tables.aliases(record["checkpoint"])}
+    return [name for name in names if name in known]
 
 
 def _correlation(found: Correlations, x: str, statistic: str) -> Cell:

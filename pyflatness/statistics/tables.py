@@ -114,11 +114,16 @@ class Networks:
     def kept(self, exclude: Collection[str]) -> NDArray[np.bool_]:
         """Return which rows are not excluded, (rows,); a row goes by its name or the file name in it."""
         exclude = check_names("exclude", exclude, " of networks")
-        known = [{name, Path(name).name, Path(name).stem} for name in self.names]
+        known = [{*aliases(name)} for name in self.names]
         for name in exclude:
-            if not any(name in aliases for aliases in known):
+            if not any(name in each for each in known):
                 raise InputError(f"exclude: {name!r} is not in the table; did you mean {near(name, self.names, 3)}?")
-        return np.array([aliases.isdisjoint(exclude) for aliases in known], dtype=np.bool_)
+        return np.array([each.isdisjoint(exclude) for each in known], dtype=np.bool_)
+
+
+def aliases(name: str) -> tuple[str, str, str]:
+    """Return what a network goes by: its name, the file's name in that, and this without its ending."""
+    return name, Path(name).name, Path(name).stem
 
 
 def one_name(option: str, given: Any) -> str:
