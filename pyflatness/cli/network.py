@@ -218,7 +218,7 @@ def maker(name: str, spec: str, arguments: dict[str, Any], to: Mapping[str, Any]
     made = Maker(spec, arguments, f"--{name}", to or {})
     function = made.function()
     try:
-        specs.bind(function, arguments, made.name)
+        specs.check_arguments(function, arguments)
     except InputError as error:
         raise click.BadParameter(str(error), param_hint=f"--{name}-args") from None
     return made
@@ -375,7 +375,7 @@ def layers(*, model: Model, as_json: Json = False) -> None:
 
     Of parameters that no module calls, those that may turn out to be weights are among them.
     """
-    network = model_layers.unwrap(specs.build_model(maker("model", model.model, model.model_args).made))
+    network = model_layers.unwrap(maker("model", model.model, model.model_args).network())
     found: list[dict[str, Any]] = []
     for name, layer in selectors.layers(network).items():
         kind = type(layer).__name__

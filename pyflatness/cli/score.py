@@ -35,7 +35,7 @@ from ..model.layers import unwrap
 from ..numerics.process_groups import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
-from ..scoring import checkpoints, executors, metadata, pretrained, specs
+from ..scoring import checkpoints, executors, metadata, pretrained
 from ..scoring.keys import measured_anew
 from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
@@ -161,8 +161,7 @@ def score(
                 note = f"no checkpoint given: {spec} is measured with the weights that it is made with"
                 click.echo(printable(note), err=True)
         run = ScoringRun(
-            {str(path): path for path in found}
-            or {name: specs.build_model(make.made, to) for name, make in makers.items()},
+            {str(path): path for path in found} or {name: make.network() for name, make in makers.items()},
             Setup(
                 makers[spec] if found else None,
                 source,

@@ -18,7 +18,7 @@ from ..model.state import in_eval_mode
 from ..numerics.process_groups import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
-from . import checkpoints, data_specs, executors, keys, pretrained, specs
+from . import checkpoints, data_specs, executors, keys, pretrained
 from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
@@ -166,7 +166,7 @@ def _for_data(data: Any, model: Any, models: Any) -> dict[str, Any]:
 def _held(held: Model) -> Path | nn.Module:
     """Return a network, made if it is named, or the path of a checkpoint."""
     if isinstance(held, str) and pretrained.is_named(held):
-        return specs.build_model(specs.bind(specs.resolve(held), {}, "models"))
+        return Maker(held, name="models").network()
     return Path(held) if isinstance(held, str) else held
 
 

@@ -159,7 +159,28 @@ class Maker:
     def made(self) -> Any:
         """Return what the callable returns."""
         maker = self.function()
-        return specs.bind(maker, dict(self.arguments), self.name)() if callable(maker) else maker
+        if not callable(maker):
+            return maker
+        specs.check_arguments(maker, self.arguments)
+        try:
+            return maker(**self.arguments)
+        except InputError as error:  # of a file or a library's network, which are no callables of the user's
+            raise InputError(f"{self.name}: {reason(error)}") from error
+        except Exception as error:
+            raise InputError(f"{self.name}: the callable failed: {reason(error)}") from error
+
+    def network(self) -> nn.Module:
+        """Return the network that the callable returns, in eval mode, where and as precise as it is to be."""
+        model = self.made()
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise InputError(f"{self.name}: a torch.nn.Module is wanted, the callable returned a {kind}")
+        if self.to:
+            try:
+                model = model.to(**self.to)
+            except (RuntimeError, AssertionError) as error:  # torch asserts that it is compiled with CUDA
+                raise InputError(f"--device: the model cannot be moved: {reason(error)}") from None
+        return model.eval()
 
     def function(self) -> Any:
         """Return the callable, or the data themselves."""
@@ -206,7 +227,7 @@ class Bench:
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
         self.setup, self.ranks, self._request = setup, ranks, setup.request
         with generators.seeded():  # a network may keep numbers that it drew before it had a checkpoint's weights
-            self.network = None if setup.model is None else specs.build_model(setup.model.made, setup.model.to)
+            self.network = None if setup.model is None else setup.model.network()
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
             raise used_up(self.data, "and every model reads them", setup.data.name.rstrip("="))
