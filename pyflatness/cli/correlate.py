@@ -90,8 +90,8 @@ def _shown(name: str) -> str:
 
 def _is_of_a_layer(name: str, networks: tables.Networks) -> bool:
     """Return whether a column has a measure's values of one of several layers."""
-    measure, _, layer = name.partition(" ")
-    return layer not in ("", tables.NETWORK) and f"{measure} {tables.NETWORK}" in networks.columns
+    measure, layer = tables.measure_and_layer(name)
+    return layer != tables.NETWORK and f"{measure} {tables.NETWORK}" in networks.columns
 
 
 def _by_strength(found: Correlations) -> Correlations:

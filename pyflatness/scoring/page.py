@@ -23,7 +23,7 @@ from ..report.page.charts import Axis, Charts
 from ..statistics import tables as networks_tables
 from ..statistics.coefficients import STATISTICS
 from ..statistics.correlation import Correlations, correlations, too_few, unequal_losses
-from ..statistics.tables import Networks, Vector
+from ..statistics.tables import Networks, Vector, aliases, measure_and_layer
 from ..training import curves
 from ..training.history import History
 from . import result_files
@@ -155,7 +155,7 @@ class _Against:
         columns = {name: name.replace(" ", "_") for name in _OF_TEST}
         own = {name: self.networks.columns[key] for name, key in columns.items() if key in self.networks.columns}
         cells = {
-            network: {name: charts.finite(float(column[place])) for name, column in own.items()}
+            network: {name: tables.finite(float(column[place])) for name, column in own.items()}
             for place, network in enumerate(self.networks.names)
         }
         return [cells[record["checkpoint"]] | record for record in self.records]
@@ -165,7 +165,7 @@ class _Against:
         """Return the columns that are measures: those of whole networks first, then those of layers."""
         return sorted(
             (name for name in self.networks.measures if name != self.y),
-            key=lambda x: _measure_and_layer(x)[1] != tables.NETWORK,
+            key=lambda x: measure_and_layer(x)[1] != tables.NETWORK,
         )
 
     def counting(self, x: str) -> NDArray[np.bool_]:
@@ -203,7 +203,7 @@ class _Against:
         if not ends:
             return
         (least, low), (most, high) = ends
-        measure, layer = _measure_and_layer(x)
+        measure, layer = measure_and_layer(x)
         flatter = " A smaller value is a flatter network." if measure in _FLATNESS else ""
         of = "" if layer == tables.NETWORK else f" of {layer}"
         yield printable(f"Smallest {measure}{of}: {least}, {low:.4g}. Largest: {most}, {high:.4g}.{flatter}")
@@ -242,7 +242,7 @@ class _Against:
         short = charts.short(self.networks.names)
         ends = [Cell(printable(short[name]), note=f"{value:.6g}") for name, value in self._ends(x)] or [Cell("")] * 2
         return (
-            *map(Cell, map(printable, _measure_and_layer(x))),
+            *map(Cell, map(printable, measure_and_layer(x))),
             *rows,
             tables.text(counts),
             tables.text(len(self.kept) - counts),
@@ -290,12 +290,6 @@ def _columns(how: Mapping[str, Any]) -> list[str]:
     return [*(how["settings"] or ()), *filter(None, [how["seeds"]])]
 
 
-def _measure_and_layer(column: str) -> tuple[str, str]:
-    """Return the measure and the layer of a column."""
-    measure, _, layer = column.partition(" ")
-    return measure, layer or tables.NETWORK
-
-
 def _answer(x: str, title: str, found: Correlations | None) -> str:
     """Return whether a measure correlates with a column, and how sure that is."""
     row = None if found is None else found[x, "Kendall"]
@@ -316,7 +310,7 @@ def _answer(x: str, title: str, found: Correlations | None) -> str:
 
 def _among(names: Collection[str], records: Sequence[Record]) -> list[str]:
     """Return the names that are those of models, or of their files."""
-    known = {alias for record in records for alias in networks_tables.aliases(record["checkpoint"])}
+    known = {alias for record in records for alias in aliases(record["checkpoint"])}
     return [name for name in names if name in known]
 
 
@@ -444,7 +438,7 @@ def _charts(
         upward = Axis.of(f"m{place}", measure, [value["value"] for value in own])
         specs.append(interactive.over_training(along, upward, trainings, layers=layers, weights=weights))
     for place, name in enumerate(numbers):
-        there = [(point, y) for point in points if (y := charts.finite(point.get(name))) is not None]
+        there = [(point, y) for point in points if (y := tables.finite(point.get(name))) is not None]
         data += [{"training": point["training"], "x": point["x"], f"n{place}": y} for point, y in there]
         if there:
             specs.append(interactive.over_training(along, Axis.of(f"n{place}", name, [y for _, y in there]), trainings))
@@ -607,7 +601,7 @@ def _trace(one: Spectrum) -> Cell:
     if one.density is None:
         return Cell("")
     trace, error = one.density.moment(1)
-    return Cell(one.density.trace(), charts.finite(trace), note=f"{trace:.10g}, standard error {error:.6g}")
+    return Cell(one.density.trace(), tables.finite(trace), note=f"{trace:.10g}, standard error {error:.6g}")
 
 
 def _of_landscapes(landscapes: Mapping[str, Landscape]) -> Charts:
@@ -673,4 +667,4 @@ def _quadratic(one: Landscape) -> tuple[Cell, Cell]:
 
 
 def _list(held: Tensor) -> list[float | None]:
-    return [*map(charts.finite, held.tolist())]
+    return [*map(tables.finite, held.tolist())]

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..messages import from_cell, near, shown
 from ..options import check_names, check_several
+from ..report.page.tables import NETWORK
 
 Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
-NETWORK = "network"  # in place of a layer's name, for the network's values
 BY_NAME = "excluded by name"
 _UNTRAINED = 5.0  # times the median loss; a network with a larger loss was not trained as the others were
 _ABOVE_CHANCE = 0.05  # of the largest possible accuracy above chance; a network with less is at chance
@@ -119,6 +119,12 @@ class Networks:
             if not any(name in each for each in known):
                 raise InputError(f"exclude: {name!r} is not in the table; did you mean {near(name, self.names, 3)}?")
         return np.array([each.isdisjoint(exclude) for each in known], dtype=np.bool_)
+
+
+def measure_and_layer(column: str) -> tuple[str, str]:
+    """Return the measure and the layer that a column is of."""
+    measure, _, layer = column.partition(" ")
+    return measure, layer or NETWORK
 
 
 def aliases(name: str) -> tuple[str, str, str]:

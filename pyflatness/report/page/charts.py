@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import MissingExtraError
-from .tables import Record
+from .tables import Record, finite
 
 DATA = "points"  # the name of the data in a specification
 
@@ -80,11 +80,6 @@ def altair() -> Any:
     return altair
 
 
-def finite(value: float | None) -> float | None:
-    """Return a number as JSON has it: NaN and infinity are null."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def short(names: Sequence[str]) -> dict[str, str]:
     """Return names without their folders and the endings of checkpoints, or as they are where these tell them apart."""
     cut = [_ENDING.sub("", PurePath(name).name) for name in names]
@@ -117,11 +112,9 @@ def scatter(
     """
     alt = altair()
     told = [alt.Tooltip("setting:N", title=setting)] if setting else []
-    base = alt.Chart(alt.NamedData(name=DATA)).encode(
-        tooltip=["model:N", *told, *(_told(alt, axis) for axis in (x, y))]
-    )
-    across, upward = alt.X(**position(alt, x)), alt.Y(**position(alt, y))
-    base = base.encode(**_apart(alt, names, setting, values))
+    base = alt.Chart(alt.NamedData(name=DATA)).encode(tooltip=["model:N", *told, *(_told(axis) for axis in (x, y))])
+    across, upward = alt.X(**position(x)), alt.Y(**position(y))
+    base = base.encode(**_apart(names, setting, values))
     has_x, has_y = x.holds(), y.holds()
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
@@ -163,17 +156,17 @@ def profile(
                 labelLimit=90, labelOverlap="greedy", labelAngle=0 if sum(map(len, layers)) < _SHORT else -90
             ),
         ),
-        y=alt.Y(**position(alt, measure)),
+        y=alt.Y(**position(measure)),
     )
     if len(names) > _LINES:
         lines = ["median and quartiles of the models"]
         drawn = base.mark_errorband(extent="iqr") + base.mark_line(point=True).encode(
-            y=alt.Y(f"median({measure.field}):Q", **scale(alt, measure))
+            y=alt.Y(f"median({measure.field}):Q", **scale(measure))
         )
     else:
         lines = []
-        tooltip = ["model:N", "layer:N", _told(alt, measure)]
-        told = _apart(alt, names, setting, values)
+        tooltip = ["model:N", "layer:N", _told(measure)]
+        told = _apart(names, setting, values)
         own = {"color": told.get("color", alt.Color("name:N", legend=None))} if len(names) > 1 else {}
         one = base.encode(**own, detail="model:N", tooltip=tooltip)
         ends = one.transform_filter(f"isValid(datum.{measure.field}_low)").mark_rule()
@@ -182,21 +175,23 @@ def profile(
     return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {len(names)} models")
 
 
-def _told(alt: Any, axis: Axis) -> Any:
-    return alt.Tooltip(axis.field, type="quantitative", title=axis.title, format=".6~g")
+def _told(axis: Axis) -> Any:
+    return altair().Tooltip(axis.field, type="quantitative", title=axis.title, format=".6~g")
 
 
-def colour(alt: Any, field: str, count: int, sort: Sequence[str] | None = None) -> Any:
+def colour(field: str, count: int, sort: Sequence[str] | None = None) -> Any:
     """Return a colour for each name in a field, with a legend below the chart where it has room for all of them."""
+    alt = altair()
     legend = alt.Legend(title=None, orient="bottom", columns=1, labelLimit=380, symbolOpacity=1)
     return alt.Color(f"{field}:N", sort=sort, legend=legend if 1 < count <= NAMED else None)
 
 
-def _apart(alt: Any, names: Sequence[str], setting: str, values: Sequence[str]) -> dict[str, Any]:
+def _apart(names: Sequence[str], setting: str, values: Sequence[str]) -> dict[str, Any]:
     """Return colours and shapes that tell the values of a setting apart, or the models where these are few.
 
     Shapes do so without colours. The domain is given, since channels of different ones have a legend each.
     """
+    alt = altair()
     field, shown = ("setting:N", [*dict.fromkeys(values)]) if setting else ("name:N", [*names])
     if not setting and not 1 < len(names) <= NAMED:
         return {}
@@ -246,21 +241,23 @@ def numbers(field: str, record: Record) -> dict[str, float]:
     return {name: number for name, given in named.items() if (number := finite(given)) is not None}
 
 
-def position(alt: Any, axis: Axis) -> dict[str, Any]:
+def position(axis: Axis) -> dict[str, Any]:
     """Return what a channel of a chart is: the field of an axis, with its scale."""
-    return {"field": axis.field, "type": "quantitative", **scale(alt, axis)}
+    return {"field": axis.field, "type": "quantitative", **scale(axis)}
 
 
-def scale(alt: Any, axis: Axis) -> dict[str, Any]:
+def scale(axis: Axis) -> dict[str, Any]:
     """Return how an axis is drawn, for several fields along it."""
+    alt = altair()
     ends = {"domain": [*axis.ends]} if axis.ends else {}
     kind = alt.Scale(type="log", nice=False, **ends) if axis.log else alt.Scale(zero=False, nice=False, **ends)
     return {"title": axis.title, "scale": kind, "axis": alt.Axis(titleLimit=_SIZE["height"])}
 
 
-def finished(chart: Any, title: str, lines: Sequence[str], description: str) -> Spec:
-    """Return a chart with its title, lines below it, and a description for screen readers."""
+def finished(chart: Any, title: str, lines: Sequence[str], description: str, chosen: Any = None) -> Spec:
+    """Return a chart with its title, lines below it, a description for screen readers, and what a reader chooses."""
     alt = altair()
+    chart = chart if chosen is None else chart.add_params(chosen)
     heading = alt.TitleParams(text=title, subtitle=[*lines], anchor="start", limit=420)
     fit = alt.AutoSizeParams(type="fit-x", contains="padding")
     chart = chart.properties(title=heading, description=description, autosize=fit, **_SIZE)
