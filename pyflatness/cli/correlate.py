@@ -12,7 +12,6 @@ from rich.table import Table
 from ..errors import printable
 from ..results import Correlations
 from ..scoring import page
-from ..scoring.store import Store
 from ..statistics import correlations, plot_correlation, tables
 from ..statistics.coefficients import STATISTICS
 from .options import Column, Columns, Interval, Json, MaxLoss, Names, command, errors_of_options, with_options
@@ -58,7 +57,7 @@ def correlate(
         plot: figure to write, of one measure.
     """
     prepare_file(plot)
-    held, tested = _read(table), None if test is None else _read(test)
+    held, tested = page.table(table), None if test is None else page.table(test)
     networks = tables.read(held, tested)
     how: dict[str, Any] = {"test": tested, "exclude": exclude, "max_loss": max_loss, "interval": interval}
     how |= {"settings": settings or None, "given": given, "strata": strata, "seeds": seeds}
@@ -111,11 +110,3 @@ def _table(found: Correlations) -> Table:
         cells = (str(found[name, statistic]).removeprefix(f"{statistic} ") for statistic in STATISTICS)
         table.add_row(printable(_shown(name)), *cells)
     return table
-
-
-def _read(path: Path) -> Any:
-    """Return the columns of a store, or the path of any other file."""
-    if not tables.is_store(path):
-        return path
-    with Store(path) as store:
-        return page.table(store)

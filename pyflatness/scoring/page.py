@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -472,9 +473,12 @@ def of_store(
     return page(title, values, options, [*sections(held), *_of_store(store)])
 
 
-def table(store: Store) -> dict[str, list[Any]]:
-    """Return the values of a store as columns by name."""
-    found = [*records(store)]
+def table(path: Path) -> Any:
+    """Return the values of a store as columns by name; of another file its path, for it to be read as CSV."""
+    if not networks_tables.is_store(path):
+        return path
+    with Store(path) as store:
+        found = [*records(store)]
     settings: dict[str, set[str]] = {}
     for record in found:
         settings.setdefault(record["checkpoint"], set()).add(record["setting"])

@@ -12,7 +12,6 @@ from torch import nn
 
 from .. import plan
 from ..errors import InputError, printable
-from ..interrupts import cached_property
 from ..measures import named
 from ..numerics.ranks import ALONE, Ranks
 from . import keys, result_files
@@ -76,12 +75,8 @@ class ScoringRun:
         ranks.check_alike("the models", {"models": ", ".join(models), "measures": setup.request.measures})
         self.models, self.setup, self.request, self.ranks = models, setup, setup.request, ranks
         self.bench = Bench(setup, ranks)
-        self._units: dict[tuple[int, tuple[Pair, ...]], list[WorkUnit]] = {}
-
-    @cached_property
-    def _pairs(self) -> list[Pair]:
-        assert self.bench.network is not None
-        return self.request.pairs(self.bench.network)
+        self._pairs = functools.cache(self.request.pairs)  # most models are of the same network,
+        self._units = functools.cache(self.request.units)  # and have the same to do
 
     def network(self, name: str) -> nn.Module:
         """Return the network that a model is, or whose weights a checkpoint has."""
@@ -94,16 +89,12 @@ class ScoringRun:
 
     def pairs(self, name: str) -> list[Pair]:
         """Return the values that are asked of a model."""
-        network = self.network(name)
-        return self._pairs if network is self.bench.network else self.request.pairs(network)
+        return self._pairs(self.network(name))
 
     def units(self, name: str, pairs: Iterable[Pair], content: str = "") -> list[WorkUnit]:
         """Return some of a model's pairs as units of work."""
-        network, wanted = self.network(name), tuple(pairs)
-        key = id(network), wanted  # most models have the same to do, and the same network
-        if key not in self._units:
-            self._units[key] = self.request.units(network, wanted)
-        return [replace(unit, weights=self.models[name], content=content) for unit in self._units[key]]
+        found = self._units(self.network(name), tuple(pairs))
+        return [replace(unit, weights=self.models[name], content=content) for unit in found]
 
     def reads(self, units: Iterable[WorkUnit]) -> int:
         """Return how often units read the data; those of spectra are not known before, and not counted."""
