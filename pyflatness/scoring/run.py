@@ -73,7 +73,7 @@ class ScoringRun:
 
     def __init__(self, models: Models, setup: Setup, ranks: Ranks = ALONE) -> None:
         ranks.check_alike("the models", {"models": ", ".join(models), "measures": setup.request.measures})
-        self.models, self.setup, self.request, self.ranks = models, setup, setup.request, ranks
+        self.models, self.request, self.ranks = models, setup.request, ranks
         self.bench = Bench(setup, ranks)
         self._pairs = functools.cache(self.request.pairs)  # most models are of the same network,
         self._units = functools.cache(self.request.units)  # and have the same to do
@@ -113,13 +113,13 @@ class ScoringRun:
                 f"executor: the {self.ranks.size} ranks of a process group measure each model together, one after the "
                 "other, and there are no other workers; leave the executor out, or start one process without torchrun"
             )
-        if not self.setup.data.is_made:
+        if not self.bench.setup.data.is_made:
             raise InputError(
                 "data: the workers of an executor load them by themselves; pass a function that returns them"
             )
         if any(isinstance(held, nn.Module) for held in self.models.values()):
             raise InputError("models: the workers of an executor read weights by themselves; save them, and pass paths")
-        drive(executor, self.setup, units, take)
+        drive(executor, self.bench.setup, units, take)
 
     def _of_first(self, units: Iterable[WorkUnit]) -> Iterable[WorkUnit]:
         """Return the units that the first rank has, on all ranks."""
@@ -166,7 +166,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     Its workers' data are held to the fingerprint. ``ends``: the first and last batch are enough to know the data by. So
     many eigenvalues (``spectrum``) of each model are wanted too, with the density of all; 0: none.
     """
-    setup, bench = run.setup, run.bench
+    bench, setup = run.bench, run.bench.setup
     ordered = run.request.options.of_layers.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
     code, files_of = bench.code(), functools.cache(keys.files_of)  # most networks have the same files
@@ -182,7 +182,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
         else:
             contents[name] = keys.of_file(held)
     AGREED.append(code)  # as threads of this process have it
-    run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
+    bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
         "model": code.model,
         "data": fingerprint,
