@@ -40,7 +40,7 @@ from ..scoring.keys import measured_anew
 from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
-from ..scoring.units import NO_FIT, Held, Pair, Request, Row, WorkUnit, csv_line, rows
+from ..scoring.units import Held, Pair, Request, Row, WorkUnit, csv_line, rows
 from ..scoring.worker import Outcome, Setup
 from .group import command_line
 from .network import DEFAULT_MEASURES, SPEC, Estimates, Measures, Setting, loss_of, maker, moved
@@ -282,7 +282,7 @@ _SHOWN = 5  # errors that are printed
 _SHORT = 10  # seconds
 
 
-def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_json: bool = False) -> None:
+def to_csv(run: ScoringRun, out: Path | None, shown: bool | None, *, as_json: bool) -> None:
     """Measure everything, and print and write it; after Ctrl-C, what there is.
 
     The exit status is 1 if a row has an error.
@@ -329,8 +329,7 @@ def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: b
             held: dict[Pair, Held] = {}
             end += len(pairs)
             for unit in run.units(name, pairs):
-                known = any(one.fit != NO_FIT for one in held.values())
-                outcome = run.bench.outcome(replace(unit, fit=unit.fit and not known), step)
+                outcome = run.bench.outcome(unit, step)
                 held |= outcome.held
                 for note in outcome.notes:
                     notes[note].add(name)

@@ -99,7 +99,7 @@ def templates() -> "jinja2.Environment":
     )
 
 
-def fragment(table: Table, notes: Sequence[str] = ()) -> str:
+def fragment(table: Table, notes: Sequence[str]) -> str:
     """Return a table with notes below it as HTML for a notebook's cell."""
     return templates().get_template("fragment.html").render(table=table, notes=notes)
 
