@@ -175,8 +175,7 @@ class Network(Setting, Model):
                 notes = (*held.notes, *checkpoints.load(bench.network, held.state))
             except InputError as error:
                 raise InputError(f"{checkpoint}: {error}") from None
-            for note in notes:
-                click.echo(printable(f"{checkpoint}: {note}"), err=True)
+            echo(*(f"{checkpoint}: {note}" for note in notes), err=True)
         return bench.network, criterion, bench.data
 
     def held_out(self, data: str) -> Any:

@@ -158,8 +158,7 @@ def score(
             _check_there(found)
             prepare_file(out)
             if not found and not pretrained.is_named(spec):
-                note = f"no checkpoint given: {spec} is measured with the weights that it is made with"
-                click.echo(printable(note), err=True)
+                echo(f"no checkpoint given: {spec} is measured with the weights that it is made with", err=True)
         run = ScoringRun(
             {str(path): path for path in found} or {name: make.network() for name, make in makers.items()},
             Setup(
@@ -352,11 +351,10 @@ def to_store(
 ) -> int:
     """Measure what the store does not have yet, each kept once it is there; return 1 if something failed."""
     if keeping.get("ends"):
-        click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
+        echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
     with Store(path, write=True, command=command_line(), copy=dry_run) as store:
         kept = keep(run, store, **keeping)
-        for note in kept.notes:
-            click.echo(printable(note), err=True)
+        echo(*kept.notes, err=True)
         store.describe(columns)
         spectra = [unit for unit in kept.units if unit.spectrum]
         also = f", and {len(spectra)} spectra of some 600 Hessian products each" if spectra else ""

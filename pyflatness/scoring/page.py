@@ -24,7 +24,7 @@ from ..report.page.charts import Axis, Charts
 from ..statistics import tables as networks_tables
 from ..statistics.coefficients import STATISTICS
 from ..statistics.correlation import Correlations, correlations, too_few, unequal_losses
-from ..statistics.tables import Networks, Vector, aliases, measure_and_layer
+from ..statistics.tables import Networks, aliases, measure_and_layer
 from ..training import curves
 from ..training.history import History
 from . import result_files
@@ -115,7 +115,7 @@ def _sections(part: SettingValues, options: PageOptions, *, several: bool) -> It
     of_trainings = of_checkpoints(part.records)
     if of_trainings.specs:
         yield Section(f"Over the training{suffix}", (OF_TRAININGS,), of_trainings)
-    yield from _left_out(part.records, against, suffix)
+    yield from _left_out(against, suffix)
     formulas = {measure.name: measure.formula for measure in MEASURES}
     made = (
         tables.summary(part.records, formulas),
@@ -253,23 +253,20 @@ class _Against:
     def _charts(self, found: Mapping[str, Correlations | None], title: str) -> Charts:
         upward = Axis.over("y", title, self.networks.column(self.y)[self.kept].tolist())
         specs, columns = [], {"y": self.networks.column(self.y)}
-        names = [*charts.short(self.networks.names).values()]
+        short = charts.short(self.networks.names)
         values = [self.values[name] for name in self.networks.names] if self.setting else ()
         for place, (x, own) in enumerate(found.items()):
             columns[f"x{place}"] = self.networks.column(x)
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
             lines += [_too_few(own)] if own and too_few(own) else []
             across = Axis.over(f"x{place}", x, columns[f"x{place}"][self.kept].tolist())
-            specs.append(charts.scatter(across, upward, lines, names, self.setting, values))
-        return Charts(self._data(columns), tuple(specs))
-
-    def _data(self, columns: Mapping[str, Vector]) -> charts.Rows:
-        short = charts.short(self.networks.names)
-        return [
+            specs.append(charts.scatter(across, upward, lines, [*short.values()], self.setting, values))
+        data = [
             {"model": name, "name": short[name], "out": not kept, "setting": self.values.get(name)}
             | {key: float(column[place]) for key, column in columns.items() if math.isfinite(column[place])}
             for place, (name, kept) in enumerate(zip(self.networks.names, self.kept, strict=True))
         ]
+        return Charts(data, tuple(specs))
 
 
 def _setting(records: Sequence[Record], names: Sequence[str], wanted: str | None) -> tuple[str, dict[str, str]]:
@@ -328,11 +325,11 @@ def _too_few(found: Correlations) -> str:
     return f"too few {few} for an interval" if few else ""
 
 
-def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Iterator[Section]:
+def _left_out(against: _Against, suffix: str) -> Iterator[Section]:
     """Yield the values that failed, and the models that do not count in correlations, each with the reason."""
     rows = [
         (record["checkpoint"], record["layer"] or tables.NETWORK, record["measure"], record["error"])
-        for record in records
+        for record in against.records
         if record["error"]
     ]
     rows += [(name, "", "", why) for name, why in against.left_out.items()]
