@@ -454,15 +454,14 @@ def of_store(
     store: Store, title: str, options: PageOptions, more: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Page:
     """Return a page of all that a store has."""
-    found = [*records(store, more)]
-    settings = [*dict.fromkeys(record["setting"] for record in found)]
-    own = {key: [record for record in found if record["setting"] == key] for key in settings}
-    every = store.settings()
-    numbers = {setting_hash(facts): number for number, facts in every.items()}
-    texts = setting_texts(every)
+    by_setting: dict[str, list[Record]] = {}
+    for record in records(store, more):
+        by_setting.setdefault(record["setting"], []).append(record)
+    settings = store.settings()
     values = [
-        SettingValues(texts[numbers[key]], own[key], _facts(store, numbers[key], every[numbers[key]]))
-        for key in settings
+        SettingValues(text, by_setting[key], _facts(store, number, settings[number]))
+        for number, text in setting_texts(settings).items()
+        if (key := setting_hash(settings[number])) in by_setting
     ]
     held = result_files.found(store)
     stored = {one.name: one.result for one in held if isinstance(one.result, History)}
