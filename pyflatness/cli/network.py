@@ -27,10 +27,9 @@ from ..model import layers as model_layers
 from ..model import selectors
 from ..model.kinds import SUPPORTED
 from ..model.uses import Use
-from ..options import MAX_PASSES, Options, check_dtype
+from ..options import MAX_PASSES, check_dtype
 from ..report import Report
 from ..scoring import checkpoints, data_specs, specs
-from ..scoring.units import Request
 from ..scoring.worker import Bench, Maker, Setup
 from .options import Count, Json, Keywords, Names, command, plain, several, takes
 from .output import echo, prepare_file, show, show_json
@@ -185,7 +184,7 @@ class Network(Setting, Model):
 
     def _bench(self, loss: Any, model: Maker | None, data: Maker) -> Bench:
         size = None if self.batch_size == "auto" else self.batch_size
-        return Bench(Setup(model, data, Request(loss, None, (), Options()), size, self.limit))
+        return Bench(Setup(model, data, loss, batch_size=size, limit=self.limit))
 
 
 @dataclass(frozen=True, kw_only=True)

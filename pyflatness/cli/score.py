@@ -40,7 +40,7 @@ from ..scoring.keys import measured_anew
 from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
-from ..scoring.units import Held, Pair, Request, Row, WorkUnit, csv_line, rows
+from ..scoring.units import Held, Pair, Row, WorkUnit, csv_line, rows
 from ..scoring.worker import Outcome, Setup
 from .group import command_line
 from .network import DEFAULT_MEASURES, SPEC, Estimates, Measures, Setting, loss_of, maker, moved
@@ -164,7 +164,7 @@ def score(
             Setup(
                 makers[spec] if found else None,
                 source,
-                Request(criterion, setting.layers or None, measures, options),
+                *(criterion, measures, setting.layers or None, options),
                 setting.batch_size,
                 setting.limit,
                 version=version,
@@ -257,18 +257,18 @@ def _check_there(found: list[Path]) -> None:
 
 def _check_passes(run: ScoringRun) -> None:
     """Raise if one sample shows that exact values of a language model take too many passes, before it is measured."""
-    request, one = run.request, replace(run.request.options, max_passes=1)
+    setup, one = run.setup, replace(run.setup.options, max_passes=1)
     if one.probes is not None:
         return
     network = run.network(next(iter(run.models)))
     try:
         first = next(iter(Batches(run.bench.data, state.device(network))))
-        options = {**asdict(one), "layers": request.selectors, "measures": request.measures}
-        measure(network, request.loss, [first_of(first, 1)], **options, progress=False, process_group=False)
+        options = {**asdict(one), "layers": setup.selectors, "measures": setup.measures}
+        measure(network, setup.loss, [first_of(first, 1)], **options, progress=False, process_group=False)
     except PassesError as error:
-        if error.needed > request.options.max_passes:
+        if error.needed > setup.options.max_passes:
             raise click.UsageError(
-                f"--layers: {error.what} for one sample, more than --max-passes {request.options.max_passes}; pass "
+                f"--layers: {error.what} for one sample, more than --max-passes {setup.options.max_passes}; pass "
                 "--probes 8 for values that are sampled by 8 backward passes, with standard errors (and --curvature "
                 "ggn for those of the GGN, without Hessian products), the name of the head, which takes none, or "
                 "--max-passes N to take the time"

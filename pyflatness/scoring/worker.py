@@ -30,10 +30,11 @@ from ..messages import is_out_of_memory, reason
 from ..model import calling, generators, state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
+from ..options import Options
 from ..session import session
 from . import checkpoints, cutting, data_specs, keys, pretrained, specs, user_files
 from .cutting import Cut
-from .units import NO_FIT, Fit, Held, Pair, Request, Row, WorkUnit
+from .units import NO_FIT, Fit, Held, Pair, Row, WorkUnit
 
 _STEPS, _TRIAL = 75, 2  # products with the eight vectors of a density that a spectrum takes, about, and a trial of it
 Step = Callable[[float], None]  # called after each batch, with the part of the unit that a whole read of the data is
@@ -208,7 +209,10 @@ class Setup:
 
     model: Maker | None  # of the network that the checkpoints are of; None where each brings its own
     data: Maker
-    request: Request  # what is asked of each checkpoint
+    loss: Any  # see :func:`.losses.resolve`
+    measures: tuple[str, ...] = ()  # that are asked of each checkpoint
+    selectors: tuple[str, ...] | None = None  # of their layers; None: all that can be measured
+    options: Options = field(default_factory=Options)  # of the user
     batch_size: int | str | None = None  # most samples of a batch; "auto": half as many where memory does not suffice
     limit: float | None = None  # the first so many samples of the data, or this part of them; None: all
     fingerprint: keys.Facts | None = None  # of the data, which every worker's are held against; None: not kept
@@ -225,7 +229,7 @@ class Bench:
     """Hold the network and the data, made once, and know whose weights the network has."""
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
-        self.setup, self.ranks, self._request = setup, ranks, setup.request
+        self.setup, self.ranks = setup, ranks
         with generators.seeded():  # a network may keep numbers that it drew before it had a checkpoint's weights
             self.network = None if setup.model is None else setup.model.network()
         self.data = setup.data.made()
@@ -253,7 +257,7 @@ class Bench:
         """Return what the user's code is here."""
         setup = self.setup
         made = None if setup.model is None else setup.model.identity()
-        return keys.Code.of(self.network, made, setup.request.loss, setup.version)
+        return keys.Code.of(self.network, made, setup.loss, setup.version)
 
     def check(self) -> None:
         """Raise if the data, the model or the loss are not those of the program that hands out the work.
@@ -295,7 +299,7 @@ class Bench:
             return Outcome.failed(unit, reason(error))
         kept = self.setup.code is not None and self.setup.version is None
         while True:
-            with user_files.opened(self._request.loss) if kept else contextlib.nullcontext(set[str]()) as opened:
+            with user_files.opened(self.setup.loss) if kept else contextlib.nullcontext(set[str]()) as opened:
                 if unit.spectrum:
                     shown = None if self.setup.progress and not sys.stderr.isatty() else False  # lines, as in a log
                     found = self._spectrum(model, unit.spectrum, progress=shown)
@@ -320,7 +324,7 @@ class Bench:
             of_names = named(names)
             part = len(names) / len(unit.measures) / max(1, *(row.reads for row in of_names))
             active = unit.fit and known is None and self._counts
-            recorder = FitRecorder(self._request.loss, functools.partial(step, part), active=active)
+            recorder = FitRecorder(self.setup.loss, functools.partial(step, part), active=active)
             begin = time.perf_counter()
             try:
                 with self.ranks.agreed("a unit"):
@@ -344,7 +348,7 @@ class Bench:
     def _values(
         self, model: nn.Module, unit: WorkUnit, names: Sequence[str], forward: FitRecorder
     ) -> tuple[Mapping[str, Estimates], Mapping[str, str]]:
-        what, options = (model, self._request.loss, self._mine), self._request.options
+        what, options = (model, self.setup.loss, self._mine), self.setup.options
         how: dict[str, Any] = {"forward": forward, "progress": False, "process_group": self.ranks}
         if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that
             (row,) = named(names)
@@ -353,17 +357,17 @@ class Bench:
                 estimate = measurement.estimates()[layer, row.name]
             return {row.name: {estimate.layer: estimate}}, {}
         how |= {"layers": unit.selectors, "measures": names, **asdict(options)}
-        report = api.measure(model, self._request.loss, self._mine, **how)
+        report = api.measure(model, self.setup.loss, self._mine, **how)
         return report.by_measure(), report.skipped
 
     def _fit(self, model: nn.Module) -> Fit:
         """Return how well a network does, by forward passes alone; nothing where these fail."""
-        recorder = FitRecorder(self._request.loss, lambda: None, active=self._counts)
+        recorder = FitRecorder(self.setup.loss, lambda: None, active=self._counts)
         how = {"forward": recorder, "progress": False, "process_group": self.ranks}
         try:
             with self.ranks.agreed("loss and accuracy"):
-                options = self._request.options
-                with session(model, self._request.loss, self._mine, options, how, reads=1) as task, torch.no_grad():
+                options = self.setup.options
+                with session(model, self.setup.loss, self._mine, options, how, reads=1) as task, torch.no_grad():
                     task.risks([{}], "propagate")
                 return recorder.fit(self.ranks)
         except Exception as error:
@@ -373,12 +377,12 @@ class Bench:
 
     def _spectrum(self, model: nn.Module, k: int, **how: Any) -> Outcome:
         """Compute k eigenvalues of a network's Hessian in all of its parameters, and the density of all."""
-        options = self._request.options
+        options = self.setup.options
         how |= {"curvature": options.curvature, "memory": options.memory, "seed": options.seed}
         start = time.perf_counter()
         try:
             with self.ranks.agreed("a spectrum"):
-                what = model, self._request.loss, self._mine
+                what = model, self.setup.loss, self._mine
                 found = spectrum(*what, k=k, density=True, process_group=self.ranks, **how)
         except Exception as error:  # as of a unit
             if is_the_end(error):
