@@ -85,7 +85,7 @@ def _files(path: Path) -> Iterator[Path]:
 def _checkpoints(files: Iterable[Path]) -> set[Path]:
     """Return the files that are checkpoints, without parts and copies of others among them."""
     every = {path for path in files if is_checkpoint(path) and not _BESIDE.match(path.name)}
-    parts = {path.with_name(name) for path in every if path.name.endswith(INDEX) for name in shards(path)}
+    parts = {part for path in every for part in shards(path)}
     safe = {path.parent for path in every if path.name in ("model.safetensors", f"model.safetensors{INDEX}")}
     copies = {path for path in every if path.parent in safe and path.name.startswith("pytorch_model.bin")}
     return every - parts - copies
@@ -107,12 +107,13 @@ def index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return shard_of, metadata
 
 
-def shards(path: Path) -> list[str]:
-    """Return the names of the files that an index names, as far as it can be read."""
+def shards(path: Path) -> list[Path]:
+    """Return the files that an index names, as far as it can be read; none of a file that is no index."""
     try:
-        return sorted({*index(path)[0].values()})
+        names = {*index(path)[0].values()} if path.name.endswith(INDEX) else set[str]()
     except InputError:
         return []
+    return [path.with_name(name) for name in sorted(names)]
 
 
 _SAFE = ".safetensors"

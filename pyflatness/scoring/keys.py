@@ -59,9 +59,7 @@ def of_file(path: Path) -> str:
         with path.open("rb") as file:
             while content := file.read(_CHUNK):
                 found.update(content)
-        shards = (
-            [path.with_name(name) for name in checkpoints.shards(path)] if path.name.endswith(checkpoints.INDEX) else []
-        )
+        shards = checkpoints.shards(path)
         return of_json([found.hexdigest(), *map(of_file, shards)]) if shards else found.hexdigest()
     except (OSError, ValueError) as error:  # ValueError: no such name can be
         return f"{UNREADABLE}{getattr(error, 'strerror', error)}"
