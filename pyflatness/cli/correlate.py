@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from ..errors import printable
+from ..report.page.tables import NETWORK
 from ..results import Correlations
 from ..scoring import page
 from ..statistics import correlations, plot_correlation, tables
@@ -84,13 +85,13 @@ def correlate(
 
 
 def _shown(name: str) -> str:
-    return name.removesuffix(f" {tables.NETWORK}")
+    return name.removesuffix(f" {NETWORK}")
 
 
 def _is_of_a_layer(name: str, networks: tables.Networks) -> bool:
     """Return whether a column has a measure's values of one of several layers."""
     measure, layer = tables.measure_and_layer(name)
-    return layer != tables.NETWORK and f"{measure} {tables.NETWORK}" in networks.columns
+    return layer != NETWORK and f"{measure} {NETWORK}" in networks.columns
 
 
 def _by_strength(found: Correlations) -> Correlations:
