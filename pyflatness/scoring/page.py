@@ -254,13 +254,13 @@ class _Against:
         upward = Axis.over("y", title, self.networks.column(self.y)[self.kept].tolist())
         specs, columns = [], {"y": self.networks.column(self.y)}
         short = charts.short(self.networks.names)
-        values = [self.values[name] for name in self.networks.names] if self.setting else ()
+        values = [(self.values if self.setting else short)[name] for name in self.networks.names]
         for place, (x, own) in enumerate(found.items()):
             columns[f"x{place}"] = self.networks.column(x)
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
             lines += [_too_few(own)] if own and too_few(own) else []
             across = Axis.over(f"x{place}", x, columns[f"x{place}"][self.kept].tolist())
-            specs.append(charts.scatter(across, upward, lines, [*short.values()], self.setting, values))
+            specs.append(charts.scatter(across, upward, lines, values, self.setting))
         data = [
             {"model": name, "name": short[name], "out": not kept, "setting": self.values.get(name)}
             | {key: float(column[place]) for key, column in columns.items() if math.isfinite(column[place])}

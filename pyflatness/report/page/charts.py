@@ -94,9 +94,7 @@ def settings(names: Sequence[str]) -> dict[str, list[str]]:
     )
 
 
-def scatter(
-    x: Axis, y: Axis, lines: Sequence[str], names: Sequence[str], setting: str = "", values: Sequence[str] = ()
-) -> Spec:
+def scatter(x: Axis, y: Axis, lines: Sequence[str], values: Sequence[str], setting: str) -> Spec:
     """Return a chart of one field against another: a point for each model, with an interval where x has one.
 
     Models that do not count (the field ``out``) are hollow; those without x are hollow at the left edge, those without
@@ -106,15 +104,14 @@ def scatter(
         x: across; the fields ``…_low`` and ``…_high`` hold its interval.
         y: upward.
         lines: below the title.
-        names: of the models, the field ``name``; few have colours and shapes, and a legend.
-        setting: what the field ``setting`` holds, for colours and shapes in place of these.
-        values: those of the setting.
+        values: of the models, which give them colours and shapes: those of a setting, or few models' own names.
+        setting: the title of what the field ``setting`` holds; "": values are the names in the field ``name``.
     """
     alt = altair()
     told = [alt.Tooltip("setting:N", title=setting)] if setting else []
     base = alt.Chart(alt.NamedData(name=DATA)).encode(tooltip=["model:N", *told, *(_told(axis) for axis in (x, y))])
     across, upward = alt.X(**position(x)), alt.Y(**position(y))
-    base = base.encode(**_apart(names, setting, values))
+    base = base.encode(**_apart(values, setting))
     has_x, has_y = x.holds(), y.holds()
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
@@ -133,17 +130,15 @@ def scatter(
     return finished(alt.layer(*layers), x.title, lines, f"{x.title} against {y.title}: {'; '.join(lines)}")
 
 
-def profile(
-    measure: Axis, layers: Sequence[str], names: Sequence[str], setting: str = "", values: Sequence[str] = ()
-) -> Spec:
+def profile(measure: Axis, layers: Sequence[str], values: Sequence[str], setting: str) -> Spec:
     """Return a chart of a measure over the layers, from the first to the last: a line for each model.
 
     Args:
         measure: upward; the fields ``…_low`` and ``…_high`` hold its interval.
         layers: in the model's order.
-        names: of the models; of many the median is drawn, with a band from the lower quartile to the upper one.
+        values: of the models, as for :func:`scatter`; of many models the median is drawn, with a band from the lower
+            quartile to the upper one.
         setting: as for :func:`scatter`.
-        values: as for :func:`scatter`.
     """
     alt = altair()
     base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{measure.field})")
@@ -158,7 +153,7 @@ def profile(
         ),
         y=alt.Y(**position(measure)),
     )
-    if len(names) > _LINES:
+    if len(values) > _LINES:
         lines = ["median and quartiles of the models"]
         drawn = base.mark_errorband(extent="iqr") + base.mark_line(point=True).encode(
             y=alt.Y(f"median({measure.field}):Q", **scale(measure))
@@ -166,13 +161,13 @@ def profile(
     else:
         lines = []
         tooltip = ["model:N", "layer:N", _told(measure)]
-        told = _apart(names, setting, values)
-        own = {"color": told.get("color", alt.Color("name:N", legend=None))} if len(names) > 1 else {}
+        told = _apart(values, setting)
+        own = {"color": told.get("color", alt.Color("name:N", legend=None))} if len(values) > 1 else {}
         one = base.encode(**own, detail="model:N", tooltip=tooltip)
         ends = one.transform_filter(f"isValid(datum.{measure.field}_low)").mark_rule()
         ends = ends.encode(y=alt.Y(f"{measure.field}_low:Q"), y2=f"{measure.field}_high:Q")
         drawn = ends + one.mark_line(opacity=0.8) + one.encode(**told).mark_point(filled=True, opacity=1)
-    return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {len(names)} models")
+    return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {len(values)} models")
 
 
 def _told(axis: Axis) -> Any:
@@ -186,14 +181,14 @@ def colour(field: str, count: int, sort: Sequence[str] | None = None) -> Any:
     return alt.Color(f"{field}:N", sort=sort, legend=legend if 1 < count <= NAMED else None)
 
 
-def _apart(names: Sequence[str], setting: str, values: Sequence[str]) -> dict[str, Any]:
+def _apart(values: Sequence[str], setting: str) -> dict[str, Any]:
     """Return colours and shapes that tell the values of a setting apart, or the models where these are few.
 
     Shapes do so without colours. The domain is given, since channels of different ones have a legend each.
     """
     alt = altair()
-    field, shown = ("setting:N", [*dict.fromkeys(values)]) if setting else ("name:N", [*names])
-    if not setting and not 1 < len(names) <= NAMED:
+    field, shown = "setting:N" if setting else "name:N", [*dict.fromkeys(values)]
+    if not setting and not 1 < len(shown) <= NAMED:
         return {}
     how = {"columns": 1, "labelLimit": 380} if not setting else {"symbolFillColor": None}
     legend = alt.Legend(title=setting or None, orient="bottom", symbolOpacity=1, **how)
@@ -228,8 +223,7 @@ def profiles(records: Sequence[Record], setting: str = "", values: Mapping[str, 
         if len({record["layer"] for record in held}) > 1:
             axis = Axis.of(f"m{number}", name, [record["value"] for record in held])
             models = [*dict.fromkeys(record["checkpoint"] for record in held)]
-            told = [values[model] for model in models] if setting else ()
-            specs.append(profile(axis, layers, [names[model] for model in models], setting, told))
+            specs.append(profile(axis, layers, [(values if setting else names)[model] for model in models], setting))
     return Charts([*rows.values()] if specs else [], tuple(specs))
 
 
