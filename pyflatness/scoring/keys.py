@@ -32,7 +32,7 @@ from . import checkpoints, user_files
 from .user_files import NotFoundAgainError, is_own_module
 
 Facts = dict[str, Any]
-Files = Mapping[str, tuple[str, str]]  # by its path, of each file its hash and that of what its module's names hold
+Files = Mapping[str, tuple[str, str]]  # by path: the hash of a file, and that of what the names of its module hold
 
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
@@ -324,7 +324,7 @@ class Code:
 
     model: Facts | None  # of the network that checkpoints are of
     loss: Facts
-    files: Files  # of the user; or the version that stands for them
+    files: Files  # of the user, or the version that stands for them
     unknown: tuple[str, ...]  # what no other run would find again, in words; values that depend on it are not reused
     loaded: tuple[str, ...] = field(default=(), compare=False)  # modules of which it is known what they hold
 

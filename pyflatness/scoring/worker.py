@@ -222,7 +222,7 @@ class Setup:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)  # a name that no other run has
 
 
-AGREED: list[keys.Code] = []  # what this process had before it measured, by which modules may change what they hold
+AGREED: list[keys.Code] = []  # was compared before this process measured, which may change what modules hold
 
 
 class Bench:
