@@ -40,7 +40,7 @@ from ..scoring.keys import measured_anew
 from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
-from ..scoring.units import Held, Pair, Row, WorkUnit, csv_line, rows
+from ..scoring.units import NO_FIT, Held, Pair, Row, WorkUnit, csv_line, rows
 from ..scoring.worker import Outcome, Setup
 from .group import command_line
 from .network import DEFAULT_MEASURES, SPEC, Estimates, Measures, Setting, loss_of, maker, moved
@@ -328,7 +328,8 @@ def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: b
             held: dict[Pair, Held] = {}
             end += len(pairs)
             for unit in run.units(name, pairs):
-                outcome = run.bench.outcome(unit, step)
+                known = any(one.fit != NO_FIT for one in held.values())
+                outcome = run.bench.outcome(replace(unit, fit=unit.fit and not known), step)
                 held |= outcome.held
                 for note in outcome.notes:
                     notes[note].add(name)
