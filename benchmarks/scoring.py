@@ -19,11 +19,9 @@ from safetensors.torch import save_file
 from timing import in_turn
 from torch import nn
 
-from pyflatness.options import Options
 from pyflatness.scoring import executors
 from pyflatness.scoring.run import ScoringRun, keep
 from pyflatness.scoring.store import Store
-from pyflatness.scoring.units import Request
 from pyflatness.scoring.worker import Maker, Setup
 
 
@@ -73,9 +71,8 @@ def driver(units: int) -> None:
         for what in ("all to do", "0 to do"):
             begin, wall = time.process_time(), time.perf_counter()
             seconds = done = 0
-            request = Request("cross_entropy", None, ("weight_norm",), Options())
             with Store(Path(folder, "runs.sqlite"), write=True) as store, contextlib.ExitStack() as stack:
-                run = ScoringRun(models, Setup(Maker(tiny), Maker(few), request))
+                run = ScoringRun(models, Setup(Maker(tiny), Maker(few), "cross_entropy", ("weight_norm",)))
                 kept = keep(run, store)
                 planned = time.process_time() - begin
                 executor = executors.Processes(1)
@@ -101,10 +98,9 @@ def driver(units: int) -> None:
 def workers(units: int, rounds: int) -> None:
     """How many times as fast two workers are as one, each with one thread; the start of the processes is left out."""
     torch.set_num_threads(1)
-    request = Request("cross_entropy", None, ("trace",), Options())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         models = saved(small, units, Path(folder))
-        run = ScoringRun(models, Setup(Maker(small), Maker(many), request))
+        run = ScoringRun(models, Setup(Maker(small), Maker(many), "cross_entropy", ("trace",)))
         work = [unit for name in models for unit in run.units(name, run.pairs(name))]
         pools = {}
         for count in (1, 2):

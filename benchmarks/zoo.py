@@ -24,11 +24,9 @@ from timing import in_turn
 import pyflatness as pf
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
-from pyflatness.options import Options
 from pyflatness.scoring import checkpoints, specs
 from pyflatness.scoring.run import ScoringRun, keep
 from pyflatness.scoring.store import Store
-from pyflatness.scoring.units import Request
 from pyflatness.scoring.worker import Maker, Setup
 from pyflatness.statistics import tables
 from pyflatness.statistics.coefficients import STATISTICS
@@ -55,8 +53,8 @@ def main() -> None:
 @click.option("--processor", is_flag=True, help="Processor time, for a machine that others use.")
 def time(model: str, paths: tuple[Path, ...], rounds: int, processor: bool) -> None:
     """Scoring checkpoints into a store (hash, reading, κ, loss, accuracy, commit), against forward passes alone."""
-    request = Request("cross_entropy", ("fc3",), (MEASURES[0].name,), Options())
-    run = ScoringRun({str(p): p for p in paths}, Setup(Maker(f"{model}:LeNet5"), Maker(f"{model}:train_data"), request))
+    made = Maker(f"{model}:LeNet5"), Maker(f"{model}:train_data")
+    run = ScoringRun({str(p): p for p in paths}, Setup(*made, "cross_entropy", (MEASURES[0].name,), ("fc3",)))
     network, data = run.bench.network, run.bench.data
 
     def forward() -> None:

@@ -10,9 +10,9 @@ from rich import box
 from rich.table import Table
 
 from ..errors import printable
+from ..report.page.tables import NETWORK
 from ..results import Correlations
 from ..scoring import page
-from ..scoring.store import Store
 from ..statistics import correlations, plot_correlation, tables
 from ..statistics.coefficients import STATISTICS
 from .options import Column, Columns, Interval, Json, MaxLoss, Names, command, errors_of_options, with_options
@@ -58,7 +58,7 @@ def correlate(
         plot: figure to write, of one measure.
     """
     prepare_file(plot)
-    held, tested = _read(table), None if test is None else _read(test)
+    held, tested = page.table(table), None if test is None else page.table(test)
     networks = tables.read(held, tested)
     how: dict[str, Any] = {"test": tested, "exclude": exclude, "max_loss": max_loss, "interval": interval}
     how |= {"settings": settings or None, "given": given, "strata": strata, "seeds": seeds}
@@ -85,13 +85,13 @@ def correlate(
 
 
 def _shown(name: str) -> str:
-    return name.removesuffix(f" {tables.NETWORK}")
+    return name.removesuffix(f" {NETWORK}")
 
 
 def _is_of_a_layer(name: str, networks: tables.Networks) -> bool:
     """Return whether a column has a measure's values of one of several layers."""
-    measure, _, layer = name.partition(" ")
-    return layer not in ("", tables.NETWORK) and f"{measure} {tables.NETWORK}" in networks.columns
+    measure, layer = tables.measure_and_layer(name)
+    return layer != NETWORK and f"{measure} {NETWORK}" in networks.columns
 
 
 def _by_strength(found: Correlations) -> Correlations:
@@ -111,11 +111,3 @@ def _table(found: Correlations) -> Table:
         cells = (str(found[name, statistic]).removeprefix(f"{statistic} ") for statistic in STATISTICS)
         table.add_row(printable(_shown(name)), *cells)
     return table
-
-
-def _read(path: Path) -> Any:
-    """Return the columns of a store, or the path of any other file."""
-    if not tables.is_store(path):
-        return path
-    with Store(path) as store:
-        return page.table(store)

@@ -12,7 +12,6 @@ The folder of the results has the checkpoints, their networks and the data too, 
 """
 
 import contextlib
-import csv
 import functools
 import io
 import json
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from .. import __version__, progress
 from ..errors import MissingExtraError, printable
 from ..results import Correlations
+from ..scoring import export
 from ..scoring.score import score
 from ..statistics import correlations, plot_correlation
 from . import example_networks
@@ -195,15 +195,11 @@ def conclusion(found: Correlations) -> str:
 
 def write(folder: Path, rows: list[dict[str, Any]], found: Correlations | None, seed: int) -> None:
     """Write the plot, and all numbers in full precision as JSON and CSV."""
-    table = io.StringIO()
-    writer = csv.DictWriter(table, [*rows[0]], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
     if found is not None:
         write_whole(folder / "scatter.png", _plot(rows, found))
     results = json.dumps(_results(rows, found, seed), indent=2, allow_nan=False) + "\n"
     write_whole(folder / "results.json", results.encode())
-    write_whole(folder / "results.csv", table.getvalue().encode())
+    write_whole(folder / "results.csv", export.content(rows, folder / "results.csv"))
 
 
 def commands(folder: Path) -> Iterator[str]:

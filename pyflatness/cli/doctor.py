@@ -56,28 +56,21 @@ def doctor(*, as_json: Json = False) -> None:
 
     Exits with status 1 if the check fails.
     """
-    if as_json:
-        checks = self_check()
-        rows = [{**vars(check), "dtype": _name(check.dtype), "ok": check.ok} for check in checks]
-        show_json({"environment": _facts(), "checks": rows, "ok": all(check.ok for check in checks)})
-    else:
-        checks = _shown()
-    if not all(check.ok for check in checks):
-        raise SystemExit(1)
-
-
-def _shown() -> list[EngineCheck]:
-    """Print what is found as soon as it is, and return the checks."""
-    show(_environment())
-    if not compiled.engines():
-        click.echo("Warning: there are no compiled kernels; everything runs, slower, on the reference")
+    if not as_json:  # what is found is printed as soon as it is
+        show(_environment())
+        if not compiled.engines():
+            click.echo("Warning: there are no compiled kernels; everything runs, slower, on the reference")
     checks = self_check()
-    show(_table(checks))
-    if all(check.ok for check in checks):
-        click.echo("Self-check: all OK")
+    passed = all(check.ok for check in checks)
+    if as_json:
+        rows = [{**vars(check), "dtype": _name(check.dtype), "ok": check.ok} for check in checks]
+        show_json({"environment": _facts(), "checks": rows, "ok": passed})
     else:
-        click.echo("Self-check FAILED: this machine computes wrong numbers; please report this table")
-    return checks
+        show(_table(checks))
+        failed = "Self-check FAILED: this machine computes wrong numbers; please report this table"
+        click.echo("Self-check: all OK" if passed else failed)
+    if not passed:
+        raise SystemExit(1)
 
 
 def self_check(seed: int = 0) -> list[EngineCheck]:

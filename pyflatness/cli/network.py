@@ -27,10 +27,9 @@ from ..model import layers as model_layers
 from ..model import selectors
 from ..model.kinds import SUPPORTED
 from ..model.uses import Use
-from ..options import MAX_PASSES, Options, check_dtype
+from ..options import MAX_PASSES, check_dtype
 from ..report import Report
 from ..scoring import checkpoints, data_specs, specs
-from ..scoring.units import Request
 from ..scoring.worker import Bench, Maker, Setup
 from .options import Count, Json, Keywords, Names, command, plain, several, takes
 from .output import echo, prepare_file, show, show_json
@@ -175,8 +174,7 @@ class Network(Setting, Model):
                 notes = (*held.notes, *checkpoints.load(bench.network, held.state))
             except InputError as error:
                 raise InputError(f"{checkpoint}: {error}") from None
-            for note in notes:
-                click.echo(printable(f"{checkpoint}: {note}"), err=True)
+            echo(*(f"{checkpoint}: {note}" for note in notes), err=True)
         return bench.network, criterion, bench.data
 
     def held_out(self, data: str) -> Any:
@@ -186,7 +184,7 @@ class Network(Setting, Model):
 
     def _bench(self, loss: Any, model: Maker | None, data: Maker) -> Bench:
         size = None if self.batch_size == "auto" else self.batch_size
-        return Bench(Setup(model, data, Request(loss, None, (), Options()), size, self.limit))
+        return Bench(Setup(model, data, loss, batch_size=size, limit=self.limit))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +216,7 @@ def maker(name: str, spec: str, arguments: dict[str, Any], to: Mapping[str, Any]
     made = Maker(spec, arguments, f"--{name}", to or {})
     function = made.function()
     try:
-        specs.bind(function, arguments, made.name)
+        specs.check_arguments(function, arguments)
     except InputError as error:
         raise click.BadParameter(str(error), param_hint=f"--{name}-args") from None
     return made
@@ -375,7 +373,7 @@ def layers(*, model: Model, as_json: Json = False) -> None:
 
     Of parameters that no module calls, those that may turn out to be weights are among them.
     """
-    network = model_layers.unwrap(specs.build_model(maker("model", model.model, model.model_args).made))
+    network = model_layers.unwrap(maker("model", model.model, model.model_args).network())
     found: list[dict[str, Any]] = []
     for name, layer in selectors.layers(network).items():
         kind = type(layer).__name__

@@ -60,10 +60,10 @@ def finite(facts: Any) -> Any:
     return None if isinstance(facts, float) and not math.isfinite(facts) else facts
 
 
-def echo(*lines: str) -> None:
+def echo(*lines: str, err: bool = False) -> None:
     """Print lines of text, with all characters of names from outside that a terminal cannot show escaped."""
     for line in lines:
-        click.echo(printable(line))
+        click.echo(printable(line), err=err)
 
 
 def show_rows(found: list[Row]) -> None:

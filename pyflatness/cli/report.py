@@ -1,7 +1,6 @@
 """Run ``pyflatness report``: a store's values as a page to look at, in one file."""
 
 from pathlib import Path
-from typing import Any
 
 from ..report.page import charts
 from ..scoring import metadata, page
@@ -50,10 +49,7 @@ def report(
     charts.altair()  # before any work is done
     prepare_file(out)
     histories = {path.stem: History.from_json(path) for path in history}
-    other: Any = test
-    if test is not None and test.suffix != ".csv":
-        with Store(test) as held:
-            other = page.table(held)
+    other = None if test is None else page.table(test)
     options = PageOptions(against, other, exclude, max_loss, interval, colour, histories, settings, seeds)
     with errors_of_options(), Store(store) as held:
         more = metadata.of_store(held, table)

@@ -35,12 +35,12 @@ from ..model.layers import unwrap
 from ..numerics.process_groups import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
-from ..scoring import checkpoints, executors, metadata, pretrained, specs
+from ..scoring import checkpoints, executors, metadata, pretrained
 from ..scoring.keys import measured_anew
 from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
-from ..scoring.units import NO_FIT, Held, Pair, Request, Row, WorkUnit, csv_line, rows
+from ..scoring.units import NO_FIT, Held, Pair, Row, WorkUnit, csv_line, rows
 from ..scoring.worker import Outcome, Setup
 from .group import command_line
 from .network import DEFAULT_MEASURES, SPEC, Estimates, Measures, Setting, loss_of, maker, moved
@@ -158,15 +158,13 @@ def score(
             _check_there(found)
             prepare_file(out)
             if not found and not pretrained.is_named(spec):
-                note = f"no checkpoint given: {spec} is measured with the weights that it is made with"
-                click.echo(printable(note), err=True)
+                echo(f"no checkpoint given: {spec} is measured with the weights that it is made with", err=True)
         run = ScoringRun(
-            {str(path): path for path in found}
-            or {name: specs.build_model(make.made, to) for name, make in makers.items()},
+            {str(path): path for path in found} or {name: make.network() for name, make in makers.items()},
             Setup(
                 makers[spec] if found else None,
                 source,
-                Request(criterion, setting.layers or None, measures, options),
+                *(criterion, measures, setting.layers or None, options),
                 setting.batch_size,
                 setting.limit,
                 version=version,
@@ -259,18 +257,18 @@ def _check_there(found: list[Path]) -> None:
 
 def _check_passes(run: ScoringRun) -> None:
     """Raise if one sample shows that exact values of a language model take too many passes, before it is measured."""
-    request, one = run.request, replace(run.request.options, max_passes=1)
+    setup, one = run.setup, replace(run.setup.options, max_passes=1)
     if one.probes is not None:
         return
     network = run.network(next(iter(run.models)))
     try:
         first = next(iter(Batches(run.bench.data, state.device(network))))
-        options = {**asdict(one), "layers": request.selectors, "measures": request.measures}
-        measure(network, request.loss, [first_of(first, 1)], **options, progress=False, process_group=False)
+        options = {**asdict(one), "layers": setup.selectors, "measures": setup.measures}
+        measure(network, setup.loss, [first_of(first, 1)], **options, progress=False, process_group=False)
     except PassesError as error:
-        if error.needed > request.options.max_passes:
+        if error.needed > setup.options.max_passes:
             raise click.UsageError(
-                f"--layers: {error.what} for one sample, more than --max-passes {request.options.max_passes}; pass "
+                f"--layers: {error.what} for one sample, more than --max-passes {setup.options.max_passes}; pass "
                 "--probes 8 for values that are sampled by 8 backward passes, with standard errors (and --curvature "
                 "ggn for those of the GGN, without Hessian products), the name of the head, which takes none, or "
                 "--max-passes N to take the time"
@@ -283,7 +281,7 @@ _SHOWN = 5  # errors that are printed
 _SHORT = 10  # seconds
 
 
-def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_json: bool = False) -> None:
+def to_csv(run: ScoringRun, out: Path | None, shown: bool | None, *, as_json: bool) -> None:
     """Measure everything, and print and write it; after Ctrl-C, what there is.
 
     The exit status is 1 if a row has an error.
@@ -354,11 +352,10 @@ def to_store(
 ) -> int:
     """Measure what the store does not have yet, each kept once it is there; return 1 if something failed."""
     if keeping.get("ends"):
-        click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
+        echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
     with Store(path, write=True, command=command_line(), copy=dry_run) as store:
         kept = keep(run, store, **keeping)
-        for note in kept.notes:
-            click.echo(printable(note), err=True)
+        echo(*kept.notes, err=True)
         store.describe(columns)
         spectra = [unit for unit in kept.units if unit.spectrum]
         also = f", and {len(spectra)} spectra of some 600 Hessian products each" if spectra else ""

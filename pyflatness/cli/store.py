@@ -56,11 +56,8 @@ def ls(store: Path, *, as_json: Json = False) -> None:
     texts = export.setting_texts(facts)
     if as_json:
         settings = [
-            {
-                **{name: of["shown"][name] for name in ("model", "data")},
-                **{"loss": of["key"]["loss"]["name"], "setting": export.setting_hash(of), "text": texts[number]},
-            }
-            for number, of in facts.items()
+            {**one["shown"], "loss": one["key"]["loss"]["name"], "setting": export.setting_hash(one), "text": text}
+            for one, text in zip(facts.values(), texts.values(), strict=True)
         ]
         output.show_json({"checkpoints": found, "settings": settings, "seconds": seconds})
         return

@@ -434,19 +434,16 @@ class Report(Readable):
         """
         room = max(_WIDTH - max(map(len, rows)) - self._longest_method() - _BESIDE_NUMBERS, _LEAST)
         widths = {measure: len(aligned([of.get(measure) for of in rows.values()])[0]) for measure in self.measures}
-        broken = {measure: _in_two_lines(measure) for measure in self.measures}
-        if sum(_width(header, widths[measure]) for measure, header in broken.items()) > room:
-            broken = {}
-        whole = sum(_width(measure, width) for measure, width in widths.items()) <= room
+        for headers in ({name: name for name in widths}, {name: _in_two_lines(name) for name in widths}):
+            if sum(_width(headers[name], width) for name, width in widths.items()) <= room:
+                return [headers]
         tables: list[dict[str, str]] = []
         left = -1
-        for measure, width in widths.items():
-            header = measure if whole else broken.get(measure, measure)
-            needed = _width(header, width)
-            if needed > left:
+        for name, width in widths.items():
+            if _width(name, width) > left:
                 tables, left = [*tables, {}], room
-            tables[-1][measure] = header
-            left -= needed
+            tables[-1][name] = name
+            left -= _width(name, width)
         return tables
 
     def _table(self, headers: Mapping[str, str], rows: "_Rows") -> list[str]:

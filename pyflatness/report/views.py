@@ -24,11 +24,7 @@ _NAMED = 3  # rows that a note names, if it is on many
 
 def rows(report: "Report") -> list[dict[str, Any]]:
     """Return one row per estimate: its layer, its measure and its facts; the network's have the layer ``""``."""
-    return [
-        {"layer": layer, "measure": measure, **estimate.to_dict()}
-        for measure, held in report.by_measure().items()
-        for layer, estimate in held.items()
-    ]
+    return [{"layer": layer, "measure": measure, **estimate.to_dict()} for layer, measure, estimate in report]
 
 
 def write_csv(rows: list[dict[str, Any]], path: str | Path) -> None:

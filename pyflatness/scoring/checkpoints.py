@@ -85,7 +85,7 @@ def _files(path: Path) -> Iterator[Path]:
 def _checkpoints(files: Iterable[Path]) -> set[Path]:
     """Return the files that are checkpoints, without parts and copies of others among them."""
     every = {path for path in files if is_checkpoint(path) and not _BESIDE.match(path.name)}
-    parts = {path.with_name(name) for path in every if path.name.endswith(INDEX) for name in shards(path)}
+    parts = {part for path in every for part in shards(path)}
     safe = {path.parent for path in every if path.name in ("model.safetensors", f"model.safetensors{INDEX}")}
     copies = {path for path in every if path.parent in safe and path.name.startswith("pytorch_model.bin")}
     return every - parts - copies
@@ -107,12 +107,13 @@ def index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return shard_of, metadata
 
 
-def shards(path: Path) -> list[str]:
-    """Return the names of the files that an index names, as far as it can be read."""
+def shards(path: Path) -> list[Path]:
+    """Return the files that an index names, as far as it can be read; none of a file that is no index."""
     try:
-        return sorted({*index(path)[0].values()})
+        names = {*index(path)[0].values()} if path.name.endswith(INDEX) else set[str]()
     except InputError:
         return []
+    return [path.with_name(name) for name in sorted(names)]
 
 
 _SAFE = ".safetensors"
@@ -151,25 +152,21 @@ def _read_file(path: Path) -> Checkpoint:
         raise InputError(f"{path.suffix or 'no'!r} is no known ending; {', '.join(ENDINGS)} files are read")
     if path.name.startswith("adapter_model.") and path.with_name(_ADAPTER).exists():
         raise InputError(f"it is {pretrained.AN_ADAPTER}")
-    return _read_safetensors(path) if path.name.endswith(_SAFE) else Checkpoint(*unpickled(path))
+    return _read_safetensors(path) if path.name.endswith(_SAFE) else unpickled(path)
 
 
 def _check_file(path: Path) -> None:
     try:
         mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError(_what_folder(path) if stat.S_ISDIR(mode) else "it is no regular file")
+        with path.open("rb") as file:
+            if file.read(40).startswith(b"version https://git-lfs"):
+                raise InputError("it is Git LFS's note of where the file is; git lfs pull brings the file")
     except FileNotFoundError:
         raise InputError("there is no such file") from None
     except OSError as error:  # a link to itself, a folder that may not be entered
         raise InputError(f"it cannot be read ({error.strerror})") from None
-    if not stat.S_ISREG(mode):
-        raise InputError(_what_folder(path) if stat.S_ISDIR(mode) else "it is no regular file")
-    try:
-        with path.open("rb") as file:
-            start = file.read(40)
-    except OSError as error:
-        raise InputError(f"it cannot be read ({error.strerror})") from None
-    if start.startswith(b"version https://git-lfs"):
-        raise InputError("it is Git LFS's note of where the file is; git lfs pull brings the file")
 
 
 def _what_folder(path: Path) -> str:
@@ -393,13 +390,13 @@ _KNOWN: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 ]
 
 
-def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
-    """Return a pickled checkpoint's tensors by name, the settings beside them, and notes."""
+def unpickled(path: Path) -> Checkpoint:
+    """Return what a pickled checkpoint has."""
     content = loaded(path)
     if not isinstance(content, dict):
         raise InputError(f"no state dict but a {type(content).__name__}")
     if _is_state(content):
-        return _dense(content), {}, ()
+        return Checkpoint(_dense(content), {})
     inner = [value for value in content.values() if isinstance(value, dict)]  # as of torch.distributed.checkpoint
     held, holder = next(
         ((held, key) for held in (content, *inner) for key in HOLDERS if _is_state(held.get(key))), (content, None)
@@ -414,32 +411,26 @@ def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str,
         raise InputError(f"no state dict, alone or under {', '.join(map(repr, HOLDERS))}; there are {keys}")
     others = [repr(key) for key, value in held.items() if key != holder and (_is_state(value) or _has_list(value))]
     notes = (f"the weights under {holder!r} were taken, not those under {' or '.join(others)}",) if others else ()
-    return _dense(held[holder]), dict(_scalars(content)), notes
+    return Checkpoint(_dense(held[holder]), dict(_scalars(content)), notes)
 
 
 def loaded(path: Path) -> Any:
     """Return what is in a file of ``torch.save``, read as data alone: tensors and plain containers."""
     try:
         is_archive = _check(path)
-        with torch.serialization.safe_globals(_KNOWN), warnings.catch_warnings():
+        if torch.__version__ < _OLDEST:
+            raise InputError(
+                f"torch {torch.__version__}: a pickled checkpoint can make releases before 2.10 run code of its own, "
+                "even read as weights alone (CVE-2026-24747); save it as .safetensors, or pip install --upgrade torch"
+            )
+        mmap = is_archive and max(str(path), default="") < "\udc80"  # torch maps no file whose name is not UTF-8
+        with torch.serialization.safe_globals(_KNOWN), warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")
-            return _loaded(path, mmap=is_archive)
+            return torch.load(str(path) if mmap else file, weights_only=True, map_location="cpu", mmap=mmap)
     except InputError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise InputError(_explained(error, path)) from None
-
-
-def _loaded(path: Path, *, mmap: bool) -> Any:
-    """Return what is in a checkpoint; torch maps no file whose name is not UTF-8."""
-    if torch.__version__ < _OLDEST:
-        raise InputError(
-            f"torch {torch.__version__}: a pickled checkpoint can make releases before 2.10 run code of its own, even "
-            "read as weights alone (CVE-2026-24747); save it as .safetensors, or pip install --upgrade torch"
-        )
-    with path.open("rb") as file:
-        mmap = mmap and max(str(path), default="") < "\udc80"
-        return torch.load(str(path) if mmap else file, weights_only=True, map_location="cpu", mmap=mmap)
 
 
 def _check(path: Path) -> bool:

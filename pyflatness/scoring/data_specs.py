@@ -131,6 +131,8 @@ _ON_DISK = ("dataset_dict.json", "dataset_info.json")  # what save_to_disk of Hu
 
 def resolve(spec: str) -> specs.Function:
     """Return the callable that a SPEC of data names: a reader of a file or folder, or a :func:`.specs.resolve` one."""
+    if pretrained.is_named(spec):  # hf:FOLDER.pt is no file
+        return pretrained.resolve(spec)
     path = Path(spec)
     kind = path.suffix
     if path.is_dir():

@@ -7,7 +7,6 @@ are SHA-256.
 """
 
 import copyreg
-import functools
 import hashlib
 import json
 import stat
@@ -33,7 +32,7 @@ from . import checkpoints, user_files
 from .user_files import NotFoundAgainError, is_own_module
 
 Facts = dict[str, Any]
-Files = Mapping[str, tuple[str, str]]  # by its path, of each file its hash and that of what its module's names hold
+Files = Mapping[str, tuple[str, str]]  # by path: the hash of a file, and that of what the names of its module hold
 
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
@@ -60,9 +59,7 @@ def of_file(path: Path) -> str:
         with path.open("rb") as file:
             while content := file.read(_CHUNK):
                 found.update(content)
-        shards = (
-            [path.with_name(name) for name in checkpoints.shards(path)] if path.name.endswith(checkpoints.INDEX) else []
-        )
+        shards = checkpoints.shards(path)
         return of_json([found.hexdigest(), *map(of_file, shards)]) if shards else found.hexdigest()
     except (OSError, ValueError) as error:  # ValueError: no such name can be
         return f"{UNREADABLE}{getattr(error, 'strerror', error)}"
@@ -78,25 +75,16 @@ def of_json(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def described(
-    held: Any, version: str | None = None, known: Iterable[Tensor] = (), modules: set[str] | None = None
-) -> str:
+def described(held: Any) -> str:
     """Return the hash of what an object holds, of functions and classes their names in the user's files.
-
-    Args:
-        held: the object.
-        version: stands for the user's code: then whatever has a name is taken for what had it before.
-        known: tensors that are told from others by their places here, whatever is in them.
-        modules: those of the user's functions and classes in the object are added to it.
 
     Raises:
         NotFoundAgainError: there is something in it that another run cannot be told to be the same.
     """
-    content = _Content(known, version, given=True)
-    unknown = content.unknown(lambda: content.add(held))
+    content = _Content(given=True)
+    unknown = content.unknown(content.add, held)
     if unknown:
         raise NotFoundAgainError(unknown)
-    (set() if modules is None else modules).update(content.modules)
     return content.hash.hexdigest()
 
 
@@ -118,7 +106,7 @@ def files_of(modules: Iterable[str]) -> tuple[Files, tuple[str, ...], tuple[str,
         used = {each for path in files.values() for each in user_files.used_by(path)}
         for name in files.keys() & sys.modules.keys():
             content = _Content()
-            why = content.unknown(functools.partial(content.add_names, vars(sys.modules[name]), name, used))
+            why = content.unknown(content.add_names, vars(sys.modules[name]), name, used)
             unknown.update([f"{why} ({files[name]})"] if why else [])
             states[name] = content.hash.hexdigest()
             waiting |= content.modules - met
@@ -138,7 +126,9 @@ class _Content:
     """Hash what objects hold: what was ``given`` with a call, or what the names of a module hold.
 
     A function or class that was given has to be what a file has by its name. One of a module is described by its place
-    in the file and by what it holds, and what Python cannot take apart by its class.
+    in the file and by what it holds, and what Python cannot take apart by its class. ``known`` tensors are told from
+    others by their places there, whatever is in them. With a ``version``, which stands for the user's code, whatever
+    has a name is taken for what had it before. ``modules`` are those of the user's functions and classes.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), version: str | None = None, *, given: bool = False) -> None:
@@ -146,10 +136,10 @@ class _Content:
         self._given, self._version = given and version is None, version
         self._met: dict[int, tuple[int, Any]] = {id(tensor): (place, tensor) for place, tensor in enumerate(known)}
 
-    def unknown(self, add: Callable[[], None]) -> str:
+    def unknown(self, add: Callable[..., None], *what: Any) -> str:
         """Add something, and return what of it no other run would find again, in words; "" if there is nothing."""
         try:
-            add()
+            add(*what)
         except NotFoundAgainError as error:
             return str(error)
         except Exception as error:  # of the user's objects: they nest too deep, say
@@ -321,14 +311,11 @@ class Described:
     def _of(
         cls, facts: Facts, held: Any, version: str | None, parts: Iterable[nn.Module] = (), known: Iterable[Tensor] = ()
     ) -> "Described":
-        modules: set[str] = set()
-        try:
-            facts = {**facts, "held": described(held, version, known, modules)}
-            if version is None:
-                user_files.check_libraries(parts)
-        except NotFoundAgainError as error:
-            return cls(facts, unknown=str(error))
-        return cls(facts, frozenset(modules))
+        content = _Content(known, version, given=True)
+        unknown = content.unknown(content.add, held) or (user_files.set_in_libraries(parts) if version is None else "")
+        if unknown:
+            return cls(facts, unknown=unknown)
+        return cls({**facts, "held": content.hash.hexdigest()}, frozenset(content.modules))
 
 
 @dataclass(frozen=True)
@@ -337,7 +324,7 @@ class Code:
 
     model: Facts | None  # of the network that checkpoints are of
     loss: Facts
-    files: Files  # of the user; or the version that stands for them
+    files: Files  # of the user, or the version that stands for them
     unknown: tuple[str, ...]  # what no other run would find again, in words; values that depend on it are not reused
     loaded: tuple[str, ...] = field(default=(), compare=False)  # modules of which it is known what they hold
 

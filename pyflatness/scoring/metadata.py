@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..messages import reason
+from ..statistics.tables import aliases
 from . import checkpoints
 from .store import Store
 
@@ -36,8 +37,7 @@ def read(path: Path, names: Iterable[str]) -> dict[str, Cells]:
         ) from None
     found = {}
     for name in names:
-        aliases = (name, Path(name).name, Path(name).stem)
-        cells = next((rows[alias] for alias in aliases if alias in rows), None)
+        cells = next((rows[alias] for alias in aliases(name) if alias in rows), None)
         if cells is not None:
             found[name] = cells
     if not found:

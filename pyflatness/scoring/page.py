@@ -24,7 +24,7 @@ from ..report.page.charts import Axis, Charts
 from ..statistics import tables as networks_tables
 from ..statistics.coefficients import STATISTICS
 from ..statistics.correlation import Correlations, correlations, too_few, unequal_losses
-from ..statistics.tables import Networks, Vector
+from ..statistics.tables import Networks, aliases, measure_and_layer
 from ..training import curves
 from ..training.history import History
 from . import result_files
@@ -115,7 +115,7 @@ def _sections(part: SettingValues, options: PageOptions, *, several: bool) -> It
     of_trainings = of_checkpoints(part.records)
     if of_trainings.specs:
         yield Section(f"Over the training{suffix}", (OF_TRAININGS,), of_trainings)
-    yield from _left_out(part.records, against, suffix)
+    yield from _left_out(against, suffix)
     formulas = {measure.name: measure.formula for measure in MEASURES}
     made = (
         tables.summary(part.records, formulas),
@@ -156,7 +156,7 @@ class _Against:
         columns = {name: name.replace(" ", "_") for name in _OF_TEST}
         own = {name: self.networks.columns[key] for name, key in columns.items() if key in self.networks.columns}
         cells = {
-            network: {name: charts.finite(float(column[place])) for name, column in own.items()}
+            network: {name: tables.finite(float(column[place])) for name, column in own.items()}
             for place, network in enumerate(self.networks.names)
         }
         return [cells[record["checkpoint"]] | record for record in self.records]
@@ -166,7 +166,7 @@ class _Against:
         """Return the columns that are measures: those of whole networks first, then those of layers."""
         return sorted(
             (name for name in self.networks.measures if name != self.y),
-            key=lambda x: _measure_and_layer(x)[1] != tables.NETWORK,
+            key=lambda x: measure_and_layer(x)[1] != tables.NETWORK,
         )
 
     def counting(self, x: str) -> NDArray[np.bool_]:
@@ -204,7 +204,7 @@ class _Against:
         if not ends:
             return
         (least, low), (most, high) = ends
-        measure, layer = _measure_and_layer(x)
+        measure, layer = measure_and_layer(x)
         flatter = " A smaller value is a flatter network." if measure in _FLATNESS else ""
         of = "" if layer == tables.NETWORK else f" of {layer}"
         yield printable(f"Smallest {measure}{of}: {least}, {low:.4g}. Largest: {most}, {high:.4g}.{flatter}")
@@ -243,7 +243,7 @@ class _Against:
         short = charts.short(self.networks.names)
         ends = [Cell(printable(short[name]), note=f"{value:.6g}") for name, value in self._ends(x)] or [Cell("")] * 2
         return (
-            *map(Cell, map(printable, _measure_and_layer(x))),
+            *map(Cell, map(printable, measure_and_layer(x))),
             *rows,
             tables.text(counts),
             tables.text(len(self.kept) - counts),
@@ -253,23 +253,20 @@ class _Against:
     def _charts(self, found: Mapping[str, Correlations | None], title: str) -> Charts:
         upward = Axis.over("y", title, self.networks.column(self.y)[self.kept].tolist())
         specs, columns = [], {"y": self.networks.column(self.y)}
-        names = [*charts.short(self.networks.names).values()]
-        values = [self.values[name] for name in self.networks.names] if self.setting else ()
+        short = charts.short(self.networks.names)
+        values = [(self.values if self.setting else short)[name] for name in self.networks.names]
         for place, (x, own) in enumerate(found.items()):
             columns[f"x{place}"] = self.networks.column(x)
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
             lines += [_too_few(own)] if own and too_few(own) else []
             across = Axis.over(f"x{place}", x, columns[f"x{place}"][self.kept].tolist())
-            specs.append(charts.scatter(across, upward, lines, names, self.setting, values))
-        return Charts(self._data(columns), tuple(specs))
-
-    def _data(self, columns: Mapping[str, Vector]) -> charts.Rows:
-        short = charts.short(self.networks.names)
-        return [
+            specs.append(charts.scatter(across, upward, lines, values, self.setting))
+        data = [
             {"model": name, "name": short[name], "out": not kept, "setting": self.values.get(name)}
             | {key: float(column[place]) for key, column in columns.items() if math.isfinite(column[place])}
             for place, (name, kept) in enumerate(zip(self.networks.names, self.kept, strict=True))
         ]
+        return Charts(data, tuple(specs))
 
 
 def _setting(records: Sequence[Record], names: Sequence[str], wanted: str | None) -> tuple[str, dict[str, str]]:
@@ -289,12 +286,6 @@ def _setting(records: Sequence[Record], names: Sequence[str], wanted: str | None
 def _columns(how: Mapping[str, Any]) -> list[str]:
     """Return the columns that options of intervals name."""
     return [*(how["settings"] or ()), *filter(None, [how["seeds"]])]
-
-
-def _measure_and_layer(column: str) -> tuple[str, str]:
-    """Return the measure and the layer of a column."""
-    measure, _, layer = column.partition(" ")
-    return measure, layer or tables.NETWORK
 
 
 def _answer(x: str, title: str, found: Correlations | None) -> str:
@@ -317,9 +308,8 @@ def _answer(x: str, title: str, found: Correlations | None) -> str:
 
 def _among(names: Collection[str], records: Sequence[Record]) -> list[str]:
     """Return the names that are those of models, or of their files."""
-    known = {record["checkpoint"] for record in records}
-    aliases = {alias for name in known for alias in (name, Path(name).name, Path(name).stem)}
-    return [name for name in names if name in aliases]
+    known = {alias for record in records for alias in aliases(record["checkpoint"])}
+    return [name for name in names if name in known]
 
 
 def _correlation(found: Correlations, x: str, statistic: str) -> Cell:
@@ -335,11 +325,11 @@ def _too_few(found: Correlations) -> str:
     return f"too few {few} for an interval" if few else ""
 
 
-def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Iterator[Section]:
+def _left_out(against: _Against, suffix: str) -> Iterator[Section]:
     """Yield the values that failed, and the models that do not count in correlations, each with the reason."""
     rows = [
         (record["checkpoint"], record["layer"] or tables.NETWORK, record["measure"], record["error"])
-        for record in records
+        for record in against.records
         if record["error"]
     ]
     rows += [(name, "", "", why) for name, why in against.left_out.items()]
@@ -446,7 +436,7 @@ def _charts(
         upward = Axis.of(f"m{place}", measure, [value["value"] for value in own])
         specs.append(interactive.over_training(along, upward, trainings, layers=layers, weights=weights))
     for place, name in enumerate(numbers):
-        there = [(point, y) for point in points if (y := charts.finite(point.get(name))) is not None]
+        there = [(point, y) for point in points if (y := tables.finite(point.get(name))) is not None]
         data += [{"training": point["training"], "x": point["x"], f"n{place}": y} for point, y in there]
         if there:
             specs.append(interactive.over_training(along, Axis.of(f"n{place}", name, [y for _, y in there]), trainings))
@@ -464,15 +454,14 @@ def of_store(
     store: Store, title: str, options: PageOptions, more: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Page:
     """Return a page of all that a store has."""
-    found = [*records(store, more)]
-    settings = [*dict.fromkeys(record["setting"] for record in found)]
-    own = {key: [record for record in found if record["setting"] == key] for key in settings}
-    every = store.settings()
-    numbers = {setting_hash(facts): number for number, facts in every.items()}
-    texts = setting_texts(every)
+    by_setting: dict[str, list[Record]] = {}
+    for record in records(store, more):
+        by_setting.setdefault(record["setting"], []).append(record)
+    settings = store.settings()
     values = [
-        SettingValues(texts[numbers[key]], own[key], _facts(store, numbers[key], every[numbers[key]]))
-        for key in settings
+        SettingValues(text, by_setting[key], _facts(store, number, settings[number]))
+        for number, text in setting_texts(settings).items()
+        if (key := setting_hash(settings[number])) in by_setting
     ]
     held = result_files.found(store)
     stored = {one.name: one.result for one in held if isinstance(one.result, History)}
@@ -480,9 +469,12 @@ def of_store(
     return page(title, values, options, [*sections(held), *_of_store(store)])
 
 
-def table(store: Store) -> dict[str, list[Any]]:
-    """Return the values of a store as columns by name."""
-    found = [*records(store)]
+def table(path: Path) -> Any:
+    """Return the values of a store as columns by name; of another file its path, for it to be read as CSV."""
+    if not networks_tables.is_store(path):
+        return path
+    with Store(path) as store:
+        found = [*records(store)]
     settings: dict[str, set[str]] = {}
     for record in found:
         settings.setdefault(record["checkpoint"], set()).add(record["setting"])
@@ -609,7 +601,7 @@ def _trace(one: Spectrum) -> Cell:
     if one.density is None:
         return Cell("")
     trace, error = one.density.moment(1)
-    return Cell(one.density.trace(), charts.finite(trace), note=f"{trace:.10g}, standard error {error:.6g}")
+    return Cell(one.density.trace(), tables.finite(trace), note=f"{trace:.10g}, standard error {error:.6g}")
 
 
 def _of_landscapes(landscapes: Mapping[str, Landscape]) -> Charts:
@@ -675,4 +667,4 @@ def _quadratic(one: Landscape) -> tuple[Cell, Cell]:
 
 
 def _list(held: Tensor) -> list[float | None]:
-    return [*map(charts.finite, held.tolist())]
+    return [*map(tables.finite, held.tolist())]

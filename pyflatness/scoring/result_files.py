@@ -14,6 +14,7 @@ from ..curvature.spectra import Spectrum
 from ..errors import InputError
 from ..messages import check_path, instead, shown
 from ..session import public
+from ..statistics.tables import aliases
 from ..training.history import History
 from .store import Store, versions
 
@@ -165,7 +166,7 @@ def kind_of(result: object) -> str:
 
 def meant(given: str, names: Sequence[str]) -> str:
     """Return the checkpoint that is meant by its name, or by that of its file with or without the ending."""
-    among = [name for name in names if given in (name, Path(name).name, Path(name).stem)]
+    among = [name for name in names if given in aliases(name)]
     among = [given] if given in among else among
     if len(among) > 1:
         raise InputError(

@@ -1,6 +1,8 @@
 """Score many models: what is asked of them, what of it a store has already, and the rest on an executor."""
 
 import functools
+import itertools
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
@@ -12,8 +14,9 @@ from torch import nn
 
 from .. import plan
 from ..errors import InputError, printable
-from ..interrupts import cached_property
-from ..measures import named
+from ..measures import Measure, named
+from ..model import selectors
+from ..model.layers import unwrap
 from ..numerics.ranks import ALONE, Ranks
 from . import keys, result_files
 from .result_files import ResultFile
@@ -73,15 +76,16 @@ class ScoringRun:
     """
 
     def __init__(self, models: Models, setup: Setup, ranks: Ranks = ALONE) -> None:
-        ranks.check_alike("the models", {"models": ", ".join(models), "measures": setup.request.measures})
-        self.models, self.setup, self.request, self.ranks = models, setup, setup.request, ranks
+        ranks.check_alike("the models", {"models": ", ".join(models), "measures": setup.measures})
+        self.models, self.ranks = models, ranks
         self.bench = Bench(setup, ranks)
-        self._units: dict[tuple[int, tuple[Pair, ...]], list[WorkUnit]] = {}
+        self._pairs = functools.cache(self._pairs_of)  # most models are of the same network,
+        self._units = functools.cache(self._units_of)  # and have the same to do
 
-    @cached_property
-    def _pairs(self) -> list[Pair]:
-        assert self.bench.network is not None
-        return self.request.pairs(self.bench.network)
+    @property
+    def setup(self) -> Setup:
+        """Return what is the same for all units."""
+        return self.bench.setup
 
     def network(self, name: str) -> nn.Module:
         """Return the network that a model is, or whose weights a checkpoint has."""
@@ -94,22 +98,67 @@ class ScoringRun:
 
     def pairs(self, name: str) -> list[Pair]:
         """Return the values that are asked of a model."""
-        network = self.network(name)
-        return self._pairs if network is self.bench.network else self.request.pairs(network)
+        return self._pairs(self.network(name))
 
     def units(self, name: str, pairs: Iterable[Pair], content: str = "") -> list[WorkUnit]:
         """Return some of a model's pairs as units of work."""
-        network, wanted = self.network(name), tuple(pairs)
-        key = id(network), wanted  # most models have the same to do, and the same network
-        if key not in self._units:
-            self._units[key] = self.request.units(network, wanted)
-        return [replace(unit, weights=self.models[name], content=content) for unit in self._units[key]]
+        found = self._units(self.network(name), tuple(pairs))
+        return [replace(unit, weights=self.models[name], content=content) for unit in found]
+
+    def _pairs_of(self, network: nn.Module) -> list[Pair]:
+        """Return the values that are asked of a network, in the order of their rows.
+
+        With several layers a measure has a value of the network too. Measures of the network alone have only that one,
+        over all layers whatever was chosen.
+        """
+        chosen = tuple(selectors.select(unwrap(network), self.setup.selectors).modules)
+        rows = named(self.setup.measures)
+        pairs = [Pair(layer, row.name) for layer in chosen for row in rows if not row.of_network_alone]
+        for row in rows:
+            if row.of_network_alone:
+                pairs.append(Pair((), row.name))
+            elif "network" in row.granularity and len(chosen) != 1:
+                pairs.append(Pair(() if self.setup.selectors is None else chosen, row.name))
+        return pairs
+
+    def _units_of(self, network: nn.Module, pairs: Iterable[Pair]) -> list[WorkUnit]:
+        """Return some of the pairs of a network in groups that share their reads of the data."""
+        rows = {row.name: row for row in named(self.setup.measures)}
+        every = tuple(selectors.select(unwrap(network), None).modules)
+        by_measure: dict[str, list[Pair]] = {name: [] for name in rows}
+        for pair in pairs:
+            by_measure[pair.measure].append(pair)
+        by_layers: dict[tuple[str, ...], list[Measure]] = {}
+        for name, own in by_measure.items():
+            if own:  # a value of the network takes all of its layers
+                places = [place if isinstance(place, tuple) else (place,) for place, _ in own]
+                needed = tuple(dict.fromkeys(itertools.chain(*places))) if all(places) else every
+                by_layers.setdefault(needed, []).append(rows[name])
+        units = [
+            WorkUnit(
+                tuple(pair for row in group for pair in by_measure[row.name]),
+                None if all(row.of_network_alone for row in group) else self._selecting(needed, every),
+            )
+            for needed, wanted in by_layers.items()
+            for group in plan.shared(wanted, self.setup.options, layers=len(needed))
+        ]
+        units.sort(key=lambda unit: self.setup.measures.index(unit.measures[0]))
+        # Of units that read no data themselves, the first one reads them for loss and accuracy, if no other unit does.
+        reading = [any(rows[name].reads for name in unit.measures) for unit in units]
+        first = reading.index(True) if any(reading) else 0
+        return [replace(unit, fit=reading[place] or place == first) for place, unit in enumerate(units)]
+
+    def _selecting(self, needed: tuple[str, ...], every: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return what selects these layers: those of a pattern need not run, as in the user's own."""
+        if self.setup.selectors is None and needed == every and len(every) > 1:
+            return None
+        own = needed if len(needed) == 1 else self.setup.selectors or ()
+        return tuple(name if not name or name in own else f"re:{re.escape(name)}" for name in needed)
 
     def reads(self, units: Iterable[WorkUnit]) -> int:
         """Return how often units read the data; those of spectra are not known before, and not counted."""
         counts = Counter((*unit.measures,) for unit in units if not unit.spectrum)
-        options = self.request.options
-        return sum(count * plan.plan(named(measures), options).reads for measures, count in counts.items())
+        return sum(count * plan.plan(named(names), self.setup.options).reads for names, count in counts.items())
 
     def go(self, units: Iterable[WorkUnit], executor: Executor | None, take: Take) -> None:
         """Measure units by :func:`drive`, or here without an executor; over ranks, those that the first one has."""
@@ -175,8 +224,8 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     Its workers' data are held to the fingerprint. ``ends``: the first and last batch are enough to know the data by. So
     many eigenvalues (``spectrum``) of each model are wanted too, with the density of all; 0: none.
     """
-    setup, bench = run.setup, run.bench
-    ordered = run.request.options.of_layers.sampled or run.request.options.by_sample
+    bench, setup = run.bench, run.setup
+    ordered = setup.options.of_layers.sampled or setup.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
     code, files_of = bench.code(), functools.cache(keys.files_of)  # most networks have the same files
     contents: dict[str, str] = {}
@@ -191,13 +240,13 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
         else:
             contents[name] = keys.of_file(held)
     AGREED.append(code)  # as threads of this process have it
-    run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
+    bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
         "model": code.model,
         "data": fingerprint,
         "loss": code.loss,
         "code": sorted({*code.files.values()}),
-        "options": keys.of_options(run.request.options),
+        "options": keys.of_options(setup.options),
         "values version": keys.VALUES_VERSION,
         **keys.once(code.unknown),
     }
@@ -213,7 +262,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     said = tuple(map(keys.measured_anew, dict.fromkeys(unknown)))
     if not spectrum:
         return Kept(setting, contents, units, said)
-    options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
+    options = {"curvature": setup.options.curvature, "seed": setup.options.seed, "k": spectrum}
     of_all = f"{keys.of_json({**key, 'options': {}})} {keys.of_json(options)}"
     there = result_files.there(store, "spectrum", of_all, failed=not retry)
     units += [

@@ -18,11 +18,11 @@ from ..model.state import in_eval_mode
 from ..numerics.process_groups import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
-from . import checkpoints, data_specs, executors, keys, pretrained, specs
+from . import checkpoints, data_specs, executors, keys, pretrained
 from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
-from .units import Request, Row, WorkUnit, rows
+from .units import Row, WorkUnit, rows
 from .worker import Maker, Outcome, Setup
 
 Model = nn.Module | str | Path
@@ -112,7 +112,7 @@ def score(
     retry, path = check_flag("retry", retry), None if store is None else check_path("store", store)
     if version is not None and not isinstance(version, str):
         raise InputError(f"version={shown(version)}: a text that stands for your code is wanted, such as '1'")
-    request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
+    names = tuple(row.name for row in named(measures))
     if isinstance(model, nn.Module):
         raise InputError("model: what makes the network is wanted, got a network; pass models={name: network}")
     made = None if model is None else Maker(model, name="model=")
@@ -125,7 +125,7 @@ def score(
             if isinstance(network, nn.Module):
                 stack.enter_context(in_eval_mode(network))
         source = Maker(data, _for_data(data, model, models), "data=")
-        run = ScoringRun(named_models, Setup(made, source, request, version=version), ranks)
+        run = ScoringRun(named_models, Setup(made, source, loss, names, selectors, options, version=version), ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)
         if ranks.rank > 0:
             run.go((), where, lambda unit, outcome: None)
@@ -166,7 +166,7 @@ def _for_data(data: Any, model: Any, models: Any) -> dict[str, Any]:
 def _held(held: Model) -> Path | nn.Module:
     """Return a network, made if it is named, or the path of a checkpoint."""
     if isinstance(held, str) and pretrained.is_named(held):
-        return specs.build_model(specs.bind(specs.resolve(held), {}, "models"))
+        return Maker(held, name="models").network()
     return Path(held) if isinstance(held, str) else held
 
 

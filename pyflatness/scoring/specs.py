@@ -53,40 +53,16 @@ def resolve(spec: str) -> Function:
     return function
 
 
-def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
-    """Return the callable with its arguments, which are held against its signature now."""
+def check_arguments(function: Function, arguments: Mapping[str, Any]) -> None:
+    """Raise unless a callable takes these arguments, by its signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in callables need not have one
-        signature = None
+        return
     try:
-        if signature is not None:
-            signature.bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise InputError(f"{error}; the callable takes {signature}") from None
-
-    def call() -> Any:
-        try:
-            return function(**arguments)
-        except InputError as error:  # of a file or a library's network, which are no callables of the user's
-            raise InputError(f"{name}: {reason(error)}") from error
-        except Exception as error:
-            raise InputError(f"{name}: the callable failed: {reason(error)}") from error
-
-    return call
-
-
-def build_model(call: Callable[[], Any], to: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return the user's model, in eval mode, on the device and of the dtype that ``to`` has, if any."""
-    model = call()
-    if not isinstance(model, nn.Module):
-        raise InputError(f"--model: a torch.nn.Module is wanted, the callable returned a {type(model).__name__}")
-    if to:
-        try:
-            model = model.to(**to)
-        except (RuntimeError, AssertionError) as error:  # torch asserts that it is compiled with CUDA
-            raise InputError(f"--device: the model cannot be moved: {reason(error)}") from None
-    return model.eval()
 
 
 def _import_file(path: Path) -> ModuleType:

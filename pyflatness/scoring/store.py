@@ -237,10 +237,8 @@ class Store:
 
     def setting(self, facts: keys.Facts) -> int:
         """Return the number of a setting, which is noted if it is new."""
-        key, text = keys.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
         with self.changes() as connection:
-            connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (key, text))
-        return int(self.select("SELECT id FROM settings WHERE key = ?", (key,))[0]["id"])
+            return _number_of(connection, keys.of_json(facts["key"]), json.dumps(facts, sort_keys=True))
 
     def forget(self, setting: int) -> None:
         """Give a setting a key that no other run has, by which its values stay and are not found again."""
@@ -348,6 +346,12 @@ class Store:
         return [(row["name"], row["error"]) for row in rows if row["content"] in chosen]
 
 
+def _number_of(connection: sqlite3.Connection, key: str, facts: str) -> int:
+    """Return the number of a setting, which is noted if it is new."""
+    connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (key, facts))
+    return int(connection.execute("SELECT id FROM settings WHERE key = ?", (key,)).fetchone()["id"])
+
+
 def _take_along(connection: sqlite3.Connection, name: str, content: str, names: Container[str]) -> None:
     """Give a new name the row of a checkpoint with the same content whose file is gone, and that is not named."""
     if content.startswith(keys.UNREADABLE):  # nothing is known of what is in it
@@ -408,9 +412,7 @@ def merge(store: Store, other: Store) -> int:
     with store.changes() as connection:
         settings = {}
         for row in other.select("SELECT * FROM settings ORDER BY id"):
-            connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (row["key"], row["facts"]))
-            found = connection.execute("SELECT id FROM settings WHERE key = ?", (row["key"],)).fetchone()
-            settings[row["id"]] = found["id"]
+            settings[row["id"]] = _number_of(connection, row["key"], row["facts"])
         for row in other.select("SELECT * FROM checkpoints ORDER BY id"):
             own = connection.execute("SELECT columns FROM checkpoints WHERE name = ?", (row["name"],)).fetchone()
             columns = json.dumps({**json.loads(row["columns"]), **(json.loads(own["columns"]) if own else {})})

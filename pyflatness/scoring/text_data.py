@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import shown
+from ..model.data import part
 from ..model.hugging_face import IGNORED
 from ..options import check_count
 from . import pretrained
@@ -168,10 +169,7 @@ def _padded(labels: Sequence[Sequence[int]]) -> Tensor:
 def cut(arrays: Mapping[str, Tensor], batch_size: int) -> list[Batch]:
     """Return arrays of all samples as batches."""
     count = len(next(iter(arrays.values())))
-    return [
-        {name: array[start : start + batch_size] for name, array in arrays.items()}
-        for start in range(0, count, batch_size)
-    ]
+    return [part(arrays, start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
 
 
 def _packed(encoded: Sequence[Sequence[int]], end: int | None, length: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Say what is asked of each checkpoint, cut it into units that share reads of the data, and hold what comes of them.
+"""Hold what is asked of a checkpoint, in units that share reads of the data, and what comes of them.
 
 :class:`Row` is the one schema of a value: what is measured, kept in stores, exported and shown has its columns. A new
 column is a field of it, and where it is measured (:mod:`.worker`).
@@ -6,20 +6,14 @@ column is a field of it, and where it is measured (:mod:`.worker`).
 
 import csv
 import io
-import itertools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from torch import nn
 
-from .. import plan
-from ..measures import Measure, named
 from ..messages import to_cell
-from ..model import layers, selectors
-from ..options import Options
 
 Place = str | tuple[str, ...]
 """Of what a value is asked: a layer by name; several names, the network's value over these layers; no name, ``()``, the
@@ -41,68 +35,6 @@ class Pair(NamedTuple):
     def of(cls, place: str | Sequence[str], measure: str) -> "Pair":
         """Return the pair that JSON has, which knows no tuples."""
         return cls(place if isinstance(place, str) else tuple(place), measure)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Hold what is asked of every checkpoint."""
-
-    loss: Any  # see :func:`.losses.resolve`
-    selectors: tuple[str, ...] | None  # of layers; None: all that can be measured
-    measures: tuple[str, ...]
-    options: Options  # of the user
-
-    def pairs(self, model: nn.Module) -> list[Pair]:
-        """Return the values that are asked of a model, in the order of their rows.
-
-        With several layers a measure has a value of the network too. Measures of the network alone have only that one,
-        over all layers whatever was chosen.
-        """
-        chosen = tuple(selectors.select(layers.unwrap(model), self.selectors).modules)
-        rows = named(self.measures)
-        pairs = [Pair(layer, row.name) for layer in chosen for row in rows if not row.of_network_alone]
-        for row in rows:
-            if row.of_network_alone:
-                pairs.append(Pair((), row.name))
-            elif "network" in row.granularity and len(chosen) != 1:
-                pairs.append(Pair(() if self.selectors is None else chosen, row.name))
-        return pairs
-
-    def units(self, model: nn.Module, pairs: Iterable[Pair]) -> list["WorkUnit"]:
-        """Return some of the pairs of a model in groups that share their reads of the data."""
-        rows = {row.name: row for row in named(self.measures)}
-        every = tuple(selectors.select(layers.unwrap(model), None).modules)
-        by_measure: dict[str, list[Pair]] = {name: [] for name in rows}
-        for pair in pairs:
-            by_measure[pair.measure].append(pair)
-        by_layers: dict[tuple[str, ...], list[Measure]] = {}
-        for name, own in by_measure.items():
-            if own:  # a value of the network takes all of its layers
-                places = [place if isinstance(place, tuple) else (place,) for place, _ in own]
-                needed = tuple(dict.fromkeys(itertools.chain(*places))) if all(places) else every
-                by_layers.setdefault(needed, []).append(rows[name])
-        units = [
-            WorkUnit(
-                tuple(pair for row in group for pair in by_measure[row.name]), self._selectors(needed, every, group)
-            )
-            for needed, wanted in by_layers.items()
-            for group in plan.shared(wanted, self.options, layers=len(needed))
-        ]
-        units.sort(key=lambda unit: self.measures.index(unit.measures[0]))
-        # Of units that read no data themselves, the first one reads them for loss and accuracy, if no other unit does.
-        reading = [any(rows[name].reads for name in unit.measures) for unit in units]
-        first = reading.index(True) if any(reading) else 0
-        return [replace(unit, fit=reading[place] or place == first) for place, unit in enumerate(units)]
-
-    def _selectors(
-        self, needed: tuple[str, ...], every: tuple[str, ...], group: Sequence[Measure]
-    ) -> tuple[str, ...] | None:
-        """Return what selects these layers: those of a pattern need not run, as in the user's own."""
-        by_default = self.selectors is None and needed == every and len(every) > 1
-        if by_default or all(row.of_network_alone for row in group):
-            return None
-        own = needed if len(needed) == 1 else self.selectors or ()
-        return tuple(name if not name or name in own else f"re:{re.escape(name)}" for name in needed)
 
 
 @dataclass(frozen=True)

@@ -151,14 +151,15 @@ def used_by(path: Path) -> Iterator[str]:
         yield from (*code.co_names, *(held for held in code.co_consts if isinstance(held, str)))
 
 
-def check_libraries(modules: Iterable[nn.Module]) -> None:
-    """Raise if a program has put functions into torch, or into the classes of libraries that modules are of."""
+def set_in_libraries(modules: Iterable[nn.Module]) -> str:
+    """Return which function a program has put into torch, or into a class of a module's library; "" if none was."""
     classes = {base: None for module in modules for base in type(module).__mro__ if not is_own_module(base.__module__)}
     holders: list[Any] = [*classes, torch, torch.Tensor, nn.functional]
     for holder in holders:
         for name, held in vars(holder).items():
             if isinstance(held, FunctionType) and not _is_installed(held.__code__.co_filename):
-                raise NotFoundAgainError(f"{name} of {holder.__name__}, which was set by a program")
+                return f"{name} of {holder.__name__}, which was set by a program"
+    return ""
 
 
 _watched = threading.local()  # where files are opened: .codes of a model and a loss, .paths

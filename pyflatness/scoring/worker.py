@@ -30,10 +30,11 @@ from ..messages import is_out_of_memory, reason
 from ..model import calling, generators, state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
+from ..options import Options
 from ..session import session
 from . import checkpoints, cutting, data_specs, keys, pretrained, specs, user_files
 from .cutting import Cut
-from .units import NO_FIT, Fit, Held, Pair, Request, Row, WorkUnit
+from .units import NO_FIT, Fit, Held, Pair, Row, WorkUnit
 
 _STEPS, _TRIAL = 75, 2  # products with the eight vectors of a density that a spectrum takes, about, and a trial of it
 Step = Callable[[float], None]  # called after each batch, with the part of the unit that a whole read of the data is
@@ -159,7 +160,28 @@ class Maker:
     def made(self) -> Any:
         """Return what the callable returns."""
         maker = self.function()
-        return specs.bind(maker, dict(self.arguments), self.name)() if callable(maker) else maker
+        if not callable(maker):
+            return maker
+        specs.check_arguments(maker, self.arguments)
+        try:
+            return maker(**self.arguments)
+        except InputError as error:  # of a file or a library's network, which are no callables of the user's
+            raise InputError(f"{self.name}: {reason(error)}") from error
+        except Exception as error:
+            raise InputError(f"{self.name}: the callable failed: {reason(error)}") from error
+
+    def network(self) -> nn.Module:
+        """Return the network that the callable returns, in eval mode, where and as precise as it is to be."""
+        model = self.made()
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise InputError(f"{self.name}: a torch.nn.Module is wanted, the callable returned a {kind}")
+        if self.to:
+            try:
+                model = model.to(**self.to)
+            except (RuntimeError, AssertionError) as error:  # torch asserts that it is compiled with CUDA
+                raise InputError(f"--device: the model cannot be moved: {reason(error)}") from None
+        return model.eval()
 
     def function(self) -> Any:
         """Return the callable, or the data themselves."""
@@ -187,7 +209,10 @@ class Setup:
 
     model: Maker | None  # of the network that the checkpoints are of; None where each brings its own
     data: Maker
-    request: Request  # what is asked of each checkpoint
+    loss: Any  # see :func:`.losses.resolve`
+    measures: tuple[str, ...] = ()  # that are asked of each checkpoint
+    selectors: tuple[str, ...] | None = None  # of their layers; None: all that can be measured
+    options: Options = field(default_factory=Options)  # of the user
     batch_size: int | str | None = None  # most samples of a batch; "auto": half as many where memory does not suffice
     limit: float | None = None  # the first so many samples of the data, or this part of them; None: all
     fingerprint: keys.Facts | None = None  # of the data, which every worker's are held against; None: not kept
@@ -197,16 +222,16 @@ class Setup:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)  # a name that no other run has
 
 
-AGREED: list[keys.Code] = []  # what this process had before it measured, by which modules may change what they hold
+AGREED: list[keys.Code] = []  # was compared before this process measured, which may change what modules hold
 
 
 class Bench:
     """Hold the network and the data, made once, and know whose weights the network has."""
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
-        self.setup, self.ranks, self._request = setup, ranks, setup.request
+        self.setup, self.ranks = setup, ranks
         with generators.seeded():  # a network may keep numbers that it drew before it had a checkpoint's weights
-            self.network = None if setup.model is None else specs.build_model(setup.model.made, setup.model.to)
+            self.network = None if setup.model is None else setup.model.network()
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
             raise used_up(self.data, "and every model reads them", setup.data.name.rstrip("="))
@@ -232,7 +257,7 @@ class Bench:
         """Return what the user's code is here."""
         setup = self.setup
         made = None if setup.model is None else setup.model.identity()
-        return keys.Code.of(self.network, made, setup.request.loss, setup.version)
+        return keys.Code.of(self.network, made, setup.loss, setup.version)
 
     def check(self) -> None:
         """Raise if the data, the model or the loss are not those of the program that hands out the work.
@@ -274,7 +299,7 @@ class Bench:
             return Outcome.failed(unit, reason(error))
         kept = self.setup.code is not None and self.setup.version is None
         while True:
-            with user_files.opened(self._request.loss) if kept else contextlib.nullcontext(set[str]()) as opened:
+            with user_files.opened(self.setup.loss) if kept else contextlib.nullcontext(set[str]()) as opened:
                 if unit.spectrum:
                     shown = None if self.setup.progress and not sys.stderr.isatty() else False  # lines, as in a log
                     found = self._spectrum(model, unit.spectrum, progress=shown)
@@ -299,7 +324,7 @@ class Bench:
             of_names = named(names)
             part = len(names) / len(unit.measures) / max(1, *(row.reads for row in of_names))
             active = unit.fit and known is None and self._counts
-            recorder = FitRecorder(self._request.loss, functools.partial(step, part), active=active)
+            recorder = FitRecorder(self.setup.loss, functools.partial(step, part), active=active)
             begin = time.perf_counter()
             try:
                 with self.ranks.agreed("a unit"):
@@ -323,7 +348,7 @@ class Bench:
     def _values(
         self, model: nn.Module, unit: WorkUnit, names: Sequence[str], forward: FitRecorder
     ) -> tuple[Mapping[str, Estimates], Mapping[str, str]]:
-        what, options = (model, self._request.loss, self._mine), self._request.options
+        what, options = (model, self.setup.loss, self._mine), self.setup.options
         how: dict[str, Any] = {"forward": forward, "progress": False, "process_group": self.ranks}
         if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that
             (row,) = named(names)
@@ -332,17 +357,17 @@ class Bench:
                 estimate = measurement.estimates()[layer, row.name]
             return {row.name: {estimate.layer: estimate}}, {}
         how |= {"layers": unit.selectors, "measures": names, **asdict(options)}
-        report = api.measure(model, self._request.loss, self._mine, **how)
+        report = api.measure(model, self.setup.loss, self._mine, **how)
         return report.by_measure(), report.skipped
 
     def _fit(self, model: nn.Module) -> Fit:
         """Return how well a network does, by forward passes alone; nothing where these fail."""
-        recorder = FitRecorder(self._request.loss, lambda: None, active=self._counts)
+        recorder = FitRecorder(self.setup.loss, lambda: None, active=self._counts)
         how = {"forward": recorder, "progress": False, "process_group": self.ranks}
         try:
             with self.ranks.agreed("loss and accuracy"):
-                options = self._request.options
-                with session(model, self._request.loss, self._mine, options, how, reads=1) as task, torch.no_grad():
+                options = self.setup.options
+                with session(model, self.setup.loss, self._mine, options, how, reads=1) as task, torch.no_grad():
                     task.risks([{}], "propagate")
                 return recorder.fit(self.ranks)
         except Exception as error:
@@ -352,12 +377,12 @@ class Bench:
 
     def _spectrum(self, model: nn.Module, k: int, **how: Any) -> Outcome:
         """Compute k eigenvalues of a network's Hessian in all of its parameters, and the density of all."""
-        options = self._request.options
+        options = self.setup.options
         how |= {"curvature": options.curvature, "memory": options.memory, "seed": options.seed}
         start = time.perf_counter()
         try:
             with self.ranks.agreed("a spectrum"):
-                what = model, self._request.loss, self._mine
+                what = model, self.setup.loss, self._mine
                 found = spectrum(*what, k=k, density=True, process_group=self.ranks, **how)
         except Exception as error:  # as of a unit
             if is_the_end(error):

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..messages import from_cell, near, shown
 from ..options import check_names, check_several
+from ..report.page.tables import NETWORK
 
 Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
-NETWORK = "network"  # in place of a layer's name, for the network's values
 BY_NAME = "excluded by name"
 _UNTRAINED = 5.0  # times the median loss; a network with a larger loss was not trained as the others were
 _ABOVE_CHANCE = 0.05  # of the largest possible accuracy above chance; a network with less is at chance
@@ -114,11 +114,22 @@ class Networks:
     def kept(self, exclude: Collection[str]) -> NDArray[np.bool_]:
         """Return which rows are not excluded, (rows,); a row goes by its name or the file name in it."""
         exclude = check_names("exclude", exclude, " of networks")
-        known = [{name, Path(name).name, Path(name).stem} for name in self.names]
+        known = [{*aliases(name)} for name in self.names]
         for name in exclude:
-            if not any(name in aliases for aliases in known):
+            if not any(name in each for each in known):
                 raise InputError(f"exclude: {name!r} is not in the table; did you mean {near(name, self.names, 3)}?")
-        return np.array([aliases.isdisjoint(exclude) for aliases in known], dtype=np.bool_)
+        return np.array([each.isdisjoint(exclude) for each in known], dtype=np.bool_)
+
+
+def measure_and_layer(column: str) -> tuple[str, str]:
+    """Return the measure and the layer that a column is of."""
+    measure, _, layer = column.partition(" ")
+    return measure, layer or NETWORK
+
+
+def aliases(name: str) -> tuple[str, str, str]:
+    """Return what a network goes by: its name, the file's name in that, and this without its ending."""
+    return name, Path(name).name, Path(name).stem
 
 
 def one_name(option: str, given: Any) -> str:

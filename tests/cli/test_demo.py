@@ -32,7 +32,7 @@ def made(tmp_path_factory):
         patch.setattr(demo, "recipes", lambda seed: RECIPES)
         patch.setattr(demo, "MAX_EPOCHS", 2)
         printed: list[str] = []
-        patch.setattr("click.echo", lambda text: printed.append(text))
+        patch.setattr("click.echo", lambda text, err=False: printed.append(text))
         state, threads = torch.get_rng_state(), torch.get_num_threads()
         assert status("demo", "--out", str(folder), "--seed", "5") == 0
         assert torch.equal(torch.get_rng_state(), state)

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.options import Options
 from pyflatness.scoring import data_specs, specs, text_data
 from pyflatness.scoring.cutting import Cut
 from pyflatness.scoring.run import ScoringRun
-from pyflatness.scoring.units import Request
 from pyflatness.scoring.worker import Maker, Setup
 from support.score_runs import saved, tiny_net
 
@@ -62,9 +60,9 @@ def test_a_part_of_data_of_unknown_length() -> None:
 def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> None:
     (path := Path(tiny).with_name("scarce.py")).write_text(SCARCE)
     models = {"a": saved(tiny, 0, "a.safetensors"), "b": saved(tiny, 1, "b.safetensors")}
-    request = Request("cross_entropy", None, ("pac_bayes",), Options())
+    asked = "cross_entropy", ("pac_bayes",)
     sources = Maker(f"{path}:{kind}"), Maker(f"{path}:data")
-    run = ScoringRun(models, Setup(*sources, request, batch_size="auto"))
+    run = ScoringRun(models, Setup(*sources, *asked, batch_size="auto"))
     found = [run.bench.outcome(unit) for name in models for unit in run.units(name, run.pairs(name))]
     if kind == "Empty":
         assert all("out of memory" in outcome.errors[0] for outcome in found)
@@ -75,7 +73,7 @@ def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> N
         truth = pf.measure(model, "cross_entropy", data, measures="pac_bayes", progress=False)["pac_bayes"]
         (row,) = outcome.values.values()
         assert row.value == pytest.approx(truth.value, rel=1e-6)
-    whole = ScoringRun(models, Setup(*sources, request))
+    whole = ScoringRun(models, Setup(*sources, *asked))
     (unit,) = whole.units("a", whole.pairs("a"))
     assert "out of memory" in whole.bench.outcome(unit).errors[0]
 

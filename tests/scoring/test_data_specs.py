@@ -12,13 +12,14 @@ from torch.utils.data import TensorDataset
 import pyflatness as pf
 from pyflatness.messages import shown
 from pyflatness.scoring import data_specs, specs
+from pyflatness.scoring.worker import Maker
 from support.score_runs import arguments_of, rows_of, saved, status
 
 
 def read(path: Path, **arguments: object):
     """As the command line does it, from JSON."""
     arguments = json.loads(json.dumps(arguments))
-    return specs.bind(data_specs.resolve(str(path)), arguments, "--data")()
+    return Maker(str(path), arguments, "--data").made()
 
 
 def refusal(path: Path, **arguments: object) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.scoring import checkpoints, pretrained, specs
+from pyflatness.scoring.worker import Maker
 from support import word_models
 from support.hugging_face import FAMILIES
 
@@ -21,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def made(spec: str, **arguments: object) -> nn.Module:
-    return specs.build_model(specs.bind(specs.resolve(spec), arguments, "--model"))
+    return Maker(spec, arguments, "--model").network()
 
 
 def refusal(spec: str, **arguments: object) -> str:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import data_specs, specs
+from pyflatness.scoring import data_specs
+from pyflatness.scoring.worker import Maker
 from support import word_models
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(path: Path, **arguments: object) -> list[dict[str, torch.Tensor]]:
     """As the command line does it, from JSON."""
-    return [*specs.bind(data_specs.resolve(str(path)), json.loads(json.dumps(arguments)), "--data")()]
+    return [*Maker(str(path), json.loads(json.dumps(arguments)), "--data").made()]
 
 
 def refusal(path: Path, **arguments: object) -> str:

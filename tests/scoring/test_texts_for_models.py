@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import data_specs, pretrained, specs
+from pyflatness.scoring import pretrained
+from pyflatness.scoring.worker import Maker
 from support import word_models
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(path: Path, folder: Path, **arguments: object) -> list[dict[str, torch.Tensor]]:
     given = json.loads(json.dumps({"tokenizer": str(folder), **arguments}))
-    return [*specs.bind(data_specs.resolve(str(path)), given, "--data")()]
+    return [*Maker(str(path), given, "--data").made()]
 
 
 def written(path: Path) -> Path:

@@ -77,12 +77,12 @@ def attacked(folder: Path) -> bool:
             (folder / "x.pt").write_bytes(content)
             start = time.perf_counter()
             try:
-                result = f"read: {', '.join(checkpoints.unpickled(folder / 'x.pt')[0])}"
+                result = f"read: {', '.join(checkpoints.unpickled(folder / 'x.pt').state)}"
             except pf.errors.InputError as error:
                 result = str(error)
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
             table.add_row(name, f"{time.perf_counter() - start:.1f}", str(most), result)
-            lost += not torch.equal(checkpoints.unpickled(folder / "good.pt")[0]["a"], torch.ones(2))
+            lost += not torch.equal(checkpoints.unpickled(folder / "good.pt").state["a"], torch.ones(2))
     Console(width=160).print(table)
     ran = len(reports) + marker.exists()
     print(f"{len(files)} hostile files: {ran} executions, {lost} good files lost", *reports, sep="\n")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import MissingExtraError
-from .tables import Record
+from .tables import Record, finite
 
 DATA = "points"  # the name of the data in a specification
 
@@ -80,11 +80,6 @@ def altair() -> Any:
     return altair
 
 
-def finite(value: float | None) -> float | None:
-    """Return a number as JSON has it: NaN and infinity are null."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def short(names: Sequence[str]) -> dict[str, str]:
     """Return names without their folders and the endings of checkpoints, or as they are where these tell them apart."""
     cut = [_ENDING.sub("", PurePath(name).name) for name in names]
@@ -99,9 +94,7 @@ def settings(names: Sequence[str]) -> dict[str, list[str]]:
     )
 
 
-def scatter(
-    x: Axis, y: Axis, lines: Sequence[str], names: Sequence[str], setting: str = "", values: Sequence[str] = ()
-) -> Spec:
+def scatter(x: Axis, y: Axis, lines: Sequence[str], values: Sequence[str], setting: str) -> Spec:
     """Return a chart of one field against another: a point for each model, with an interval where x has one.
 
     Models that do not count (the field ``out``) are hollow; those without x are hollow at the left edge, those without
@@ -111,17 +104,14 @@ def scatter(
         x: across; the fields ``…_low`` and ``…_high`` hold its interval.
         y: upward.
         lines: below the title.
-        names: of the models, the field ``name``; few have colours and shapes, and a legend.
-        setting: what the field ``setting`` holds, for colours and shapes in place of these.
-        values: those of the setting.
+        values: of the models, which give them colours and shapes: those of a setting, or few models' own names.
+        setting: the title of what the field ``setting`` holds; "": values are the names in the field ``name``.
     """
     alt = altair()
     told = [alt.Tooltip("setting:N", title=setting)] if setting else []
-    base = alt.Chart(alt.NamedData(name=DATA)).encode(
-        tooltip=["model:N", *told, *(_told(alt, axis) for axis in (x, y))]
-    )
-    across, upward = alt.X(**position(alt, x)), alt.Y(**position(alt, y))
-    base = base.encode(**_apart(alt, names, setting, values))
+    base = alt.Chart(alt.NamedData(name=DATA)).encode(tooltip=["model:N", *told, *(_told(axis) for axis in (x, y))])
+    across, upward = alt.X(**position(x)), alt.Y(**position(y))
+    base = base.encode(**_apart(values, setting))
     has_x, has_y = x.holds(), y.holds()
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
@@ -140,17 +130,15 @@ def scatter(
     return finished(alt.layer(*layers), x.title, lines, f"{x.title} against {y.title}: {'; '.join(lines)}")
 
 
-def profile(
-    measure: Axis, layers: Sequence[str], names: Sequence[str], setting: str = "", values: Sequence[str] = ()
-) -> Spec:
+def profile(measure: Axis, layers: Sequence[str], values: Sequence[str], setting: str) -> Spec:
     """Return a chart of a measure over the layers, from the first to the last: a line for each model.
 
     Args:
         measure: upward; the fields ``…_low`` and ``…_high`` hold its interval.
         layers: in the model's order.
-        names: of the models; of many the median is drawn, with a band from the lower quartile to the upper one.
+        values: of the models, as for :func:`scatter`; of many models the median is drawn, with a band from the lower
+            quartile to the upper one.
         setting: as for :func:`scatter`.
-        values: as for :func:`scatter`.
     """
     alt = altair()
     base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{measure.field})")
@@ -163,42 +151,44 @@ def profile(
                 labelLimit=90, labelOverlap="greedy", labelAngle=0 if sum(map(len, layers)) < _SHORT else -90
             ),
         ),
-        y=alt.Y(**position(alt, measure)),
+        y=alt.Y(**position(measure)),
     )
-    if len(names) > _LINES:
+    if len(values) > _LINES:
         lines = ["median and quartiles of the models"]
         drawn = base.mark_errorband(extent="iqr") + base.mark_line(point=True).encode(
-            y=alt.Y(f"median({measure.field}):Q", **scale(alt, measure))
+            y=alt.Y(f"median({measure.field}):Q", **scale(measure))
         )
     else:
         lines = []
-        tooltip = ["model:N", "layer:N", _told(alt, measure)]
-        told = _apart(alt, names, setting, values)
-        own = {"color": told.get("color", alt.Color("name:N", legend=None))} if len(names) > 1 else {}
+        tooltip = ["model:N", "layer:N", _told(measure)]
+        told = _apart(values, setting)
+        own = {"color": told.get("color", alt.Color("name:N", legend=None))} if len(values) > 1 else {}
         one = base.encode(**own, detail="model:N", tooltip=tooltip)
         ends = one.transform_filter(f"isValid(datum.{measure.field}_low)").mark_rule()
         ends = ends.encode(y=alt.Y(f"{measure.field}_low:Q"), y2=f"{measure.field}_high:Q")
         drawn = ends + one.mark_line(opacity=0.8) + one.encode(**told).mark_point(filled=True, opacity=1)
-    return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {len(names)} models")
+    return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {len(values)} models")
 
 
-def _told(alt: Any, axis: Axis) -> Any:
-    return alt.Tooltip(axis.field, type="quantitative", title=axis.title, format=".6~g")
+def _told(axis: Axis) -> Any:
+    return altair().Tooltip(axis.field, type="quantitative", title=axis.title, format=".6~g")
 
 
-def colour(alt: Any, field: str, count: int, sort: Sequence[str] | None = None) -> Any:
+def colour(field: str, count: int, sort: Sequence[str] | None = None) -> Any:
     """Return a colour for each name in a field, with a legend below the chart where it has room for all of them."""
+    alt = altair()
     legend = alt.Legend(title=None, orient="bottom", columns=1, labelLimit=380, symbolOpacity=1)
     return alt.Color(f"{field}:N", sort=sort, legend=legend if 1 < count <= NAMED else None)
 
 
-def _apart(alt: Any, names: Sequence[str], setting: str, values: Sequence[str]) -> dict[str, Any]:
+def _apart(values: Sequence[str], setting: str) -> dict[str, Any]:
     """Return colours and shapes that tell the values of a setting apart, or the models where these are few.
 
     Shapes do so without colours. The domain is given, since channels of different ones have a legend each.
     """
-    field, shown = ("setting:N", [*dict.fromkeys(values)]) if setting else ("name:N", [*names])
-    if not setting and not 1 < len(names) <= NAMED:
+    alt = altair()
+    field, shown = "setting:N" if setting else "name:N", [*dict.fromkeys(values)]
+    if not setting and not 1 < len(shown) <= NAMED:
         return {}
     how = {"columns": 1, "labelLimit": 380} if not setting else {"symbolFillColor": None}
     legend = alt.Legend(title=setting or None, orient="bottom", symbolOpacity=1, **how)
@@ -233,8 +223,7 @@ def profiles(records: Sequence[Record], setting: str = "", values: Mapping[str, 
         if len({record["layer"] for record in held}) > 1:
             axis = Axis.of(f"m{number}", name, [record["value"] for record in held])
             models = [*dict.fromkeys(record["checkpoint"] for record in held)]
-            told = [values[model] for model in models] if setting else ()
-            specs.append(profile(axis, layers, [names[model] for model in models], setting, told))
+            specs.append(profile(axis, layers, [(values if setting else names)[model] for model in models], setting))
     return Charts([*rows.values()] if specs else [], tuple(specs))
 
 
@@ -246,21 +235,23 @@ def numbers(field: str, record: Record) -> dict[str, float]:
     return {name: number for name, given in named.items() if (number := finite(given)) is not None}
 
 
-def position(alt: Any, axis: Axis) -> dict[str, Any]:
+def position(axis: Axis) -> dict[str, Any]:
     """Return what a channel of a chart is: the field of an axis, with its scale."""
-    return {"field": axis.field, "type": "quantitative", **scale(alt, axis)}
+    return {"field": axis.field, "type": "quantitative", **scale(axis)}
 
 
-def scale(alt: Any, axis: Axis) -> dict[str, Any]:
+def scale(axis: Axis) -> dict[str, Any]:
     """Return how an axis is drawn, for several fields along it."""
+    alt = altair()
     ends = {"domain": [*axis.ends]} if axis.ends else {}
     kind = alt.Scale(type="log", nice=False, **ends) if axis.log else alt.Scale(zero=False, nice=False, **ends)
     return {"title": axis.title, "scale": kind, "axis": alt.Axis(titleLimit=_SIZE["height"])}
 
 
-def finished(chart: Any, title: str, lines: Sequence[str], description: str) -> Spec:
-    """Return a chart with its title, lines below it, and a description for screen readers."""
+def finished(chart: Any, title: str, lines: Sequence[str], description: str, chosen: Any = None) -> Spec:
+    """Return a chart with its title, lines below it, a description for screen readers, and what a reader chooses."""
     alt = altair()
+    chart = chart if chosen is None else chart.add_params(chosen)
     heading = alt.TitleParams(text=title, subtitle=[*lines], anchor="start", limit=420)
     fit = alt.AutoSizeParams(type="fit-x", contains="padding")
     chart = chart.properties(title=heading, description=description, autosize=fit, **_SIZE)

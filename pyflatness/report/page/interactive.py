@@ -46,9 +46,8 @@ def density(names: Sequence[str], linear: float) -> Spec:
         ),
     )
     lines = ["ticks: eigenvalues that were found"]
-    return _finished(
-        drawn, chosen, "density of the eigenvalues", lines, f"density of the eigenvalues of {len(names)} spectra"
-    )
+    described = f"density of the eigenvalues of {len(names)} spectra"
+    return finished(drawn, "density of the eigenvalues", lines, described, chosen)
 
 
 def eigenvalues(value: Axis, spectra: int) -> Spec:
@@ -60,8 +59,8 @@ def eigenvalues(value: Axis, spectra: int) -> Spec:
         .mark_line(point=True, opacity=0.8)
         .encode(
             x=alt.X("number:Q", title="number, from the largest", axis=alt.Axis(tickMinStep=1)),
-            y=alt.Y(**position(alt, value)),
-            color=colour(alt, "name", spectra),
+            y=alt.Y(**position(value)),
+            color=colour("name", spectra),
             tooltip=["name:N", "number:Q", alt.Tooltip("value:Q", title="eigenvalue"), "residual:Q"],
         )
     )
@@ -77,13 +76,13 @@ def curve(names: Sequence[str], loss: Axis) -> Spec:
     drawn = alt.layer(
         base.transform_filter("isValid(datum.model)")
         .mark_line(strokeDash=[4, 4], color="#888888", clip=True)
-        .encode(y=alt.Y("model:Q", **scale(alt, loss))),
+        .encode(y=alt.Y("model:Q", **scale(loss))),
         base.transform_filter("isValid(datum.loss)")
         .mark_line(point=True)
-        .encode(y=alt.Y(**position(alt, loss)), tooltip=tooltip),
+        .encode(y=alt.Y(**position(loss)), tooltip=tooltip),
     )
     lines = ["dashed: the quadratic model, where there is one"]
-    return _finished(drawn, chosen, "loss along a direction", lines, f"{len(names)} losses along a direction")
+    return finished(drawn, "loss along a direction", lines, f"{len(names)} losses along a direction", chosen)
 
 
 def surface(names: Sequence[str], *, log: bool) -> Spec:
@@ -121,7 +120,7 @@ def surface(names: Sequence[str], *, log: bool) -> Spec:
     )
     drawn = losses + cross.encode(x=alt.XDatum(0), y=alt.YDatum(0), tooltip=alt.value("the network's weights"))
     lines = ["cross: the network's weights"]
-    return _finished(drawn, chosen, "loss along two directions", lines, f"{len(names)} losses along two directions")
+    return finished(drawn, "loss along two directions", lines, f"{len(names)} losses along two directions", chosen)
 
 
 def over_training(
@@ -146,15 +145,15 @@ def over_training(
     base = base.encode(x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False, nice=False)), detail="weights:N")
     if several or layers:
         field, shown = ("training", trainings) if several else ("layer", layers)
-        base = base.encode(color=colour(alt, field, len(shown), [*shown]))
+        base = base.encode(color=colour(field, len(shown), [*shown]))
     names = [*(["training:N"] if several else []), *(["layer:N", "weights:N"] if layers else [])]
     tooltip = [alt.Tooltip("x:Q", title=x), alt.Tooltip(number.field, type="quantitative", title=number.title)]
     band = base.transform_filter(f"isValid(datum.{number.field}_low)").mark_area(opacity=0.2)
-    band = band.encode(y=alt.Y(f"{number.field}_low:Q", **scale(alt, number)), y2=f"{number.field}_high:Q")
-    lines = base.mark_line(point=True).encode(y=alt.Y(**position(alt, number)), tooltip=[*names, *tooltip])
+    band = band.encode(y=alt.Y(f"{number.field}_low:Q", **scale(number)), y2=f"{number.field}_high:Q")
+    lines = base.mark_line(point=True).encode(y=alt.Y(**position(number)), tooltip=[*names, *tooltip])
     if weights:
         lines = lines.encode(strokeDash=alt.StrokeDash("weights:N", sort=[*weights], legend=None))
-    return _finished(band + lines, chosen, number.title, [], f"{number.title} over {x}")
+    return finished(band + lines, number.title, [], f"{number.title} over {x}", chosen)
 
 
 def _of_chosen(names: Sequence[str], field: str = "name", first: str | None = None) -> tuple[Any, Any]:
@@ -172,7 +171,3 @@ def _of_chosen(names: Sequence[str], field: str = "name", first: str | None = No
     title = "Show " if field == "name" else f"{field.capitalize()} "
     chosen = alt.param(name=_CHOSEN, value=first or names[0], bind=alt.binding_select(options=[*names], name=title))
     return base.transform_filter(f"datum.{field} == {_CHOSEN}"), chosen
-
-
-def _finished(drawn: Any, chosen: Any, title: str, lines: Sequence[str], description: str) -> Spec:
-    return finished(drawn if chosen is None else drawn.add_params(chosen), title, lines, description)

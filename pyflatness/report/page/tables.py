@@ -99,7 +99,7 @@ def templates() -> "jinja2.Environment":
     )
 
 
-def fragment(table: Table, notes: Sequence[str] = ()) -> str:
+def fragment(table: Table, notes: Sequence[str]) -> str:
     """Return a table with notes below it as HTML for a notebook's cell."""
     return templates().get_template("fragment.html").render(table=table, notes=notes)
 
@@ -115,9 +115,14 @@ def text(given: object) -> Cell:
     return Cell(str(given), float(given) if isinstance(given, int) and not isinstance(given, bool) else None)
 
 
+def finite(value: float | None) -> float | None:
+    """Return a number as JSON has it: NaN and infinity are null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def number(given: float | None) -> Cell:
     """Return a number as a cell, or an empty one."""
-    return Cell("") if given is None else Cell(f"{given:.4g}", _key(given), note=f"{given:.10g}")
+    return Cell("") if given is None else Cell(f"{given:.4g}", finite(given), note=f"{given:.10g}")
 
 
 def value(record: Record) -> Cell:
@@ -129,10 +134,10 @@ def value(record: Record) -> Cell:
         ends = None if record["low"] is None or record["high"] is None else (record["low"], record["high"])
         brackets = intervals.shown(found, ends).partition(" ")[2]
         note = f"{found:.10g}, standard error {standard_error(stderr)}; {_how(record)}"
-        return Cell(f"{with_error(found, stderr)} {brackets}", _key(found), note=note)
+        return Cell(f"{with_error(found, stderr)} {brackets}", finite(found), note=note)
     if record["exact"]:
-        return Cell(f"{found:.4g}", _key(found), note=f"{found:.10g}; {_how(record)}")
-    return Cell(f"≈ {found:.4g}", _key(found), note=f"{found:.10g}, not exact; {_how(record)}")
+        return Cell(f"{found:.4g}", finite(found), note=f"{found:.10g}; {_how(record)}")
+    return Cell(f"≈ {found:.4g}", finite(found), note=f"{found:.10g}, not exact; {_how(record)}")
 
 
 def standard_error(given: float) -> str:
@@ -206,12 +211,8 @@ def _how(record: Record) -> str:
     return f"method {record['method']}, {record['samples']} samples"
 
 
-def _key(found: float) -> float | None:
-    return found if math.isfinite(found) else None
-
-
 def _number(found: str) -> float | None:
     try:
-        return _key(float(found))
+        return finite(float(found))
     except ValueError:
         return None
