@@ -155,7 +155,7 @@ class Calls:
             inputs = args[0] if args else kwargs.get("input")
             if isinstance(inputs, Tensor):
                 inputs = spread.full(inputs)
-            if is_aside() or is_transformed() or not isinstance(output, Tensor) or not isinstance(inputs, Tensor):
+            if now.aside or is_transformed() or not isinstance(output, Tensor) or not isinstance(inputs, Tensor):
                 return
             call = Call(inputs, output, (version(inputs), version(output)))
             if output.numel() == 0:
@@ -168,53 +168,47 @@ class Calls:
         return keep
 
 
-now = {"dry": 0, "aside": 0, "accounting": 0, "samples": -1, "runs": 0}
-"""How batches go through models in this process, in which calls of several threads take turns."""
+@dataclass
+class Now:
+    """Hold how batches go through models in this process, in which calls of several threads take turns."""
+
+    dry: bool = False  # inside of :func:`dry_run`, :func:`aside` or :func:`accounting`
+    aside: bool = False  # inside of :func:`aside`
+    accounting: bool = False  # inside of :func:`accounting`
+    samples: int = -1  # of the batch in the model now, or of the last one; -1 if that is not known
+    runs: int = 0  # how many are under way, one inside of another
 
 
-@contextlib.contextmanager
-def _let(**how: int) -> Iterator[None]:
-    before = {key: now[key] for key in how}  # the number of samples is kept from the last run
-    now.update(how)
-    try:
-        yield
-    finally:
-        now.update(before)
+now = Now()
+
+
+class _Let:
+    """Set what :data:`now` holds inside the context."""
+
+    def __init__(self, **how: int) -> None:
+        self._how = how
+
+    def __enter__(self) -> None:
+        self._before = {key: vars(now)[key] for key in self._how}
+        vars(now).update(self._how)
+
+    def __exit__(self, *exception: object) -> None:
+        vars(now).update(self._before)
 
 
 def dry_run() -> contextlib.AbstractContextManager[None]:
     """Declare that runs of the model inside the context are checks, or are at other parameters."""
-    return _let(dry=1)
-
-
-def is_dry_run() -> bool:
-    """Return whether a ``forward`` is called inside :func:`dry_run`."""
-    return bool(now["dry"])
+    return _Let(dry=True)
 
 
 def aside() -> contextlib.AbstractContextManager[None]:
     """Declare that a run inside the context is an additional one, which does not change the recorded calls."""
-    return _let(dry=1, aside=1)
-
-
-def is_aside() -> bool:
-    """Return whether a layer is called inside :func:`aside`."""
-    return bool(now["aside"])
+    return _Let(dry=True, aside=True)
 
 
 def accounting() -> contextlib.AbstractContextManager[None]:
     """Declare that uses of weights are counted inside the context, so that they stay in autograd's graph."""
-    return _let(dry=1, accounting=1)
-
-
-def is_accounting() -> bool:
-    """Return whether a layer is called inside :func:`accounting`."""
-    return bool(now["accounting"])
-
-
-def samples() -> int:
-    """Return the number of samples of the batch in the model now, or of the last one; -1 if it is not known."""
-    return now["samples"]
+    return _Let(dry=True, accounting=True)
 
 
 @contextlib.contextmanager
@@ -248,10 +242,10 @@ def run(
     """
     with private.without_functions():  # these are not the model's operations
         count = batch.counted or -1 if isinstance(batch, data.Whole) else data.size(batch)
-    with interrupts.users_code(), _let(samples=count, runs=now["runs"] + 1):
+    with interrupts.users_code(), _Let(samples=count, runs=now.runs + 1):
         result = _run(model, batch, forward, tensor)
-    if not now["runs"]:
-        now["samples"] = count  # activation checkpointing may run parts of the model on it again
+    if not now.runs:
+        now.samples = count  # activation checkpointing may run parts of the model on it again
     return result
 
 

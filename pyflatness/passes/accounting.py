@@ -111,8 +111,8 @@ class Accounting:
     def _once_more(self) -> Iterator[None]:
         """Prepare for a further run of the model inside, with the weights in the graph; the recorded calls stay."""
         with (
+            calling.aside(),
             calling.accounting(),
-            self._recorder.paused(),
             self._leaves.in_place(),
             state.made_anew(self._model),
             torch.enable_grad(),

@@ -69,8 +69,7 @@ def run(
     uses.note_flat(model, found_uses.flat)
     outside.note({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
     if samples == 1:  # with more samples, those that run alone show it
-        with recorder.paused():
-            _check_computed(model, modules, batch, forward)
+        _check_computed(model, modules, batch, forward)
     lookups = {name: calls for name, calls in recorder.calls.items() if layers.kind_of(modules[name]).tokens}
     once = kept_rows.repeated(outputs, users, lookups, count)
     for name in once:
@@ -233,7 +232,7 @@ def _check_computed(
         for use in computed.values():
             (holder, _), *_ = use.source.places
             stack.callback(holder.register_forward_pre_hook(other).remove)
-        with interrupts.suppressed(), calling.dry_run(), torch.no_grad():  # the model may refuse random inputs
+        with interrupts.suppressed(), calling.aside(), torch.no_grad():  # the model may refuse random inputs
             calling.run(model, batch, forward)
     why = "its weight is computed of its inputs too"
     varying = {name: why for name, use in computed.items() if use.source.varies}

@@ -449,7 +449,7 @@ class Checked:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
-        if calling.is_dry_run():
+        if calling.now.dry:
             before = self._random.states()
             outputs, targets = self._run(model, batch)
             if not (self._has_run or self._random.states() != before):
@@ -512,7 +512,7 @@ class Checked:
         """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
         given = batch if self._changes_inputs is False else data.copied(batch)
         before = _marks(given)
-        if self._looks and calling.is_dry_run():
+        if self._looks and calling.now.dry:
             self._looks -= 1
             # A later pass may raise, and then only this one shows what is drawn.
             decisions = Decisions()

@@ -22,7 +22,7 @@ from .. import private
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread, walk
-from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, only_ours, version
+from ..model.calling import end_transforms, is_transformed, now, only_ours, version
 from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
@@ -51,7 +51,7 @@ class Recorder:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules, self._active, self._checking, self._paused = modules, False, False, False
+        self._modules, self._active, self._checking = modules, False, False
         # A stand-in for uses of a weight has the kind of its last call.
         self._kinds = {name: layers.kind_of(module) for name, module in modules.items() if not isinstance(module, Use)}
         self._weights = {name: module._parameters.get("weight") for name, module in modules.items()}
@@ -103,15 +103,6 @@ class Recorder:
         finally:
             self._active = False
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore calls inside; recorded ones stay."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def gradients(
         self,
         outputs: Tensor,
@@ -154,7 +145,7 @@ class Recorder:
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.running.append(name)
-            if self._paused or is_aside() or is_transformed((*args, *kwargs.values())):
+            if now.aside or is_transformed((*args, *kwargs.values())):
                 return None
             if self._active and not torch.is_grad_enabled():
                 raise NoGraphError(
@@ -186,7 +177,7 @@ class Recorder:
                 return None
             kind = self._kind(name, module)
             inputs = kind.inputs_of(args, kwargs)
-            if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
+            if now.aside or inputs is None or not isinstance(output, Tensor):
                 return None
             own = with_own_history(output)  # also in a backward pass, see above
             with private.without_functions():
@@ -201,7 +192,7 @@ class Recorder:
                 if self._active and output.numel() == 0:
                     self.empty.add(name)
                 elif self._active:
-                    sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
+                    sources = _sources(module, (*args, *kwargs.values())) if now.accounting else ()
                     self._check(name, module, kind, inputs, own, coefficients)
                     self._take(name, module, kind, inputs, own, coefficients, sources)
             return None if own is output else own

@@ -162,8 +162,7 @@ class PerSampleParameters:
 def _undisturbed(run: Run) -> Iterator[None]:
     """Return a context in which the model can run again, with other parameters and with second derivatives."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(calling.dry_run())
-        stack.enter_context(run.recorder.paused())
+        stack.enter_context(calling.aside())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(contractions.full_precision(run.outputs))
         stack.enter_context(WrittenOut())

@@ -95,7 +95,7 @@ class Use(kinds.AnyUse):
         if not self.ran:
             self.kind, self.weight, self.ran = self.kind if self._together else kind, weight, True
         self.called_as = kind if self._together else None
-        self._settled |= not calling.is_dry_run()
+        self._settled |= not calling.now.dry
         self.bias, self._run = bias, run
         try:
             outputs: Tensor = self(inputs)
@@ -188,7 +188,7 @@ class Source:
             return None
         if private.is_wrapped(operation.inputs):
             return None  # hooks do not work under vmap
-        weight = operation.weight if calling.is_accounting() else operation.weight.detach()
+        weight = operation.weight if calling.now.accounting else operation.weight.detach()
         part = watched.view_of(operation.weight)  # type: ignore[arg-type]
         if part is not None:
             return self._part(operation, weight, part)
