@@ -11,7 +11,7 @@ from ..contractions import full_precision, promoted
 from ..errors import InputError, NonFiniteError
 from . import kinds, spread, uses, walk
 from .kinds import SUPPORTED, Linear
-from .uses import Use, outside
+from .uses import Use
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -247,7 +247,7 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
 
 def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
     """Return notes for the reader of a layer's value if its weight is tied."""
-    others, functions = uses.ties(model, layer), outside.of(layer)
+    others, functions = uses.ties(model, layer), uses.elsewhere(layer)
     notes = [f"weight tied with {', '.join(others)}: derivative through this use only"] if others else []
     if functions:
         notes.append(f"weight used in {functions} outside of the layer too: derivative through the layer's calls only")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 from .. import interrupts, private
 from ..errors import InputError
 from ..model import calling, data, layers, spread, uses, walk
-from ..model.uses import Use, outside
+from ..model.uses import Use
 from ..numerics.normal_vectors import NormalVectors
 from . import batch_layout, kept_rows, linearity
 from .accounting import UNSEEN, Account, Accounting
@@ -67,7 +67,7 @@ def run(
     check_outputs(outputs, count)
     users = linearity.behind(outputs, recorder.calls)
     uses.note_flat(model, found_uses.flat)
-    outside.note({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
+    uses.note_elsewhere({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
     if samples == 1:  # with more samples, those that run alone show it
         _check_computed(model, modules, batch, forward)
     lookups = {name: calls for name, calls in recorder.calls.items() if layers.kind_of(modules[name]).tokens}
