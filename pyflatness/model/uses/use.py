@@ -9,13 +9,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ... import private
 from .. import calling, kinds
-from ..kinds import Convolution, Linear, Together, TransposedLinear
+from ..kinds import LINEAR, TRANSPOSED_LINEAR, Convolution, Linear, Together
 from . import watched
 from .experts import Route
-from .operations import LINEAR, LinearOperation
+from .operations import LinearOperation
 from .watched import Watched
 
-_TRANSPOSED = TransposedLinear()
 _LISTED = 6  # experts in a message
 _OF_A_PART = "an operation on a part of it"
 
@@ -216,7 +215,7 @@ class Source:
             if rows.ndim != 2:
                 return None
             if not rows.is_contiguous() and rows.t().is_contiguous():
-                kind, rows = _TRANSPOSED, rows.t()
+                kind, rows = TRANSPOSED_LINEAR, rows.t()
         if not rows.is_contiguous() or rows.untyped_storage()._cdata != self.parameter.untyped_storage()._cdata:
             if part.numel() < self.parameter.numel():
                 self._functions[_OF_A_PART] = None
