@@ -67,7 +67,7 @@ class ParameterProducts(Products):
         some = next(iter(self._theta.values()))
         self.device, self.eps = some.device, max(torch.finfo(values.dtype).eps for values in self._theta.values())
 
-    def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
+    def _seen(self, run: Run) -> tuple[int, float, set[str]]:
         if any(node.name() == "CheckpointFunctionBackward" for node in run.users):
             raise calling.reentrant()
         if self._all and not run.outputs.requires_grad:

@@ -88,7 +88,7 @@ class Accounting:
         doubts = {
             SHARED: self._leaves.are_shared,
             TAKEN_AS_CONSTANT: self._detached.is_cut(outputs, partial(self._again, batch, forward)),
-            linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
+            linearity.TAKEN_AS_THEY_ARE: ends and linearity.with_custom_functions(linearity.users_of(outputs), ends),
         }
         why = tuple(doubt for doubt, holds in doubts.items() if holds)
         stand_ins = (module.source.nodes for module in self._modules.values() if isinstance(module, Use))
