@@ -239,7 +239,7 @@ class Recorder:
         shape = torch.empty_like(output, device="meta", requires_grad=False)
         if spread.is_spread(output):
             shape = torch.empty(output.shape, dtype=output.dtype, device="meta")
-        route = module.route if isinstance(module, Use) else None
+        route = module.source.route if isinstance(module, Use) else None
         edge = get_gradient_edge(output)
         call = RecordedCall(kept, version(kept), edge, input_edge, shape, kind, coefficients, route, sources)
         self.calls.setdefault(name, []).append(call)

@@ -53,11 +53,6 @@ class Use(kinds.AnyUse):
         self.entries = range(start * row, stop * row)  # numbers of the parameter's entries
         self._run: Callable[[Tensor], Tensor] | None = None
 
-    @property
-    def route(self) -> Route | None:
-        """Return the samples of an expert's rows in the last call; None if it is no expert."""
-        return self.source.route
-
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the result of the operation for which the layer stands."""
         assert self._run is not None, f"the use of {self.name} is called by nothing but the operation itself"
@@ -116,7 +111,7 @@ class Source:
     behind: "set[Source]" = field(default_factory=set)  # the parameters from which the weight was computed
     nodes: set[Node] = field(default_factory=set)  # of autograd's graph, reached only by uses outside of stand-ins
     _flag: bool = False  # whether the parameter required a gradient before
-    route: Route | None = None  # the samples of the next operation's rows; None for rows in the usual order
+    route: Route | None = None  # the samples of the rows of an expert's next operation; None if it is no expert
     varies: bool = False  # whether the tensor computed from it differed between calls
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the attached uses by the entries of the parameter
@@ -142,12 +137,6 @@ class Source:
         for module, key in self.places:
             module._parameters[key] = held  # type: ignore[assignment]
 
-    def why_unused(self) -> str:
-        """Return why a parameter that was watched has no layer; empty if it has one, or was not watched."""
-        if not self._watched or any(use.ran for use in self.uses.values()):
-            return ""
-        return self.why_otherwise() if self._functions else "the forward pass has no operation with it"
-
     def why_left_out(self) -> str:
         """Return why layers do not have all of a parameter that was watched; empty if that is not known."""
         parts = [use for use in self.uses.values() if use.rows is None or use.routed]
@@ -158,7 +147,9 @@ class Source:
             more = f" and {len(idle) - _LISTED} more" if len(idle) > _LISTED else ""
             experts = "expert" if len(idle) == 1 else "experts"
             return f"no token of the data is routed to {experts} {', '.join(idle[:_LISTED])}{more}"
-        return refusal or self.why_unused()
+        if refusal or not self._watched or any(use.ran for use in self.uses.values()):
+            return refusal
+        return self.why_otherwise() if self._functions else "the forward pass has no operation with it"
 
     @property
     def name(self) -> str:
