@@ -14,8 +14,9 @@ from ..contractions.layer import Memory
 from ..errors import InputError, NotYetError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
-from . import batch_layout, dry_run, guards, linearity
+from . import batch_layout, guards, linearity
 from .batch_layout import Layout
+from .dry_run import Findings
 from .guards import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
 from .limit import Tell
@@ -91,7 +92,7 @@ class Runner:
         order_matters: bool = False,
         by_sample: bool = True,
         certify: bool = True,
-        reserve: Callable[[dry_run.Findings], int] = lambda found: 0,
+        reserve: Callable[[Findings], int] = lambda found: 0,
         inside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         forward: calling.Forward | None = None,
         halved: bool = False,
@@ -334,17 +335,12 @@ class Runner:
         with calling.dry_run(), torch.enable_grad():
             return self._outputs_and_targets(batch)
 
-    def _dry_run(self, batch: Any, *, first: bool) -> dry_run.Findings | None:
+    def _dry_run(self, batch: Any, *, first: bool) -> Findings | None:
         """Return the findings of a dry run of the ``first`` batch, or one with a new layer; None if not needed."""
         if first and self._known.suffice(batch):
             return None
-        if data.size(batch) < 1:
-            raise InputError(
-                f"data: a batch of type {type(batch).__name__} holds no tensor with samples in dimension 0"
-            )
         with calling.differentiated(), _checkpointing():
-            found = self._found(batch, whole=not first)
-        self._known.add(found, first=first)
+            found = self._known.look(batch, first=first)
         for why in found.doubts:
             self._checked.doubt(why)
         if found.differentiated:
@@ -354,14 +350,6 @@ class Runner:
         if first:
             self._micro_batches.plan(found.bytes + self.reserve(found), cuttable=found.cuttable)
         return found
-
-    def _found(self, batch: Any, *, whole: bool) -> dry_run.Findings:
-        """Return the findings of a dry run, after stand-ins that it shows to be invalid were left out."""
-        while True:
-            try:
-                return dry_run.run(self.model, self.selected, self._recorder, batch, self._forward, whole=whole)
-            except InputError as error:
-                self._known.leave_out(error)
 
 
 @contextlib.contextmanager
@@ -388,7 +376,7 @@ def _check_rows(outputs: Tensor, samples: int, rows: Tensor, now: Tensor) -> Non
     check_unchanged(data.rows_of(outputs, samples, rows), now)
 
 
-def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> None:
+def _check_as_seen(found: Findings, samples: int, outputs: Tensor) -> None:
     """Raise if samples of the dry run have other outputs now."""
     check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
 
