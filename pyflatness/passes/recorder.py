@@ -192,9 +192,7 @@ class Recorder:
                 if self._active and output.numel() == 0:
                     self.empty.add(name)
                 elif self._active:
-                    sources = _sources(module, (*args, *kwargs.values())) if now.accounting else ()
-                    self._check(name, module, kind, inputs, own, coefficients)
-                    self._take(name, module, kind, inputs, own, coefficients, sources)
+                    self._record(name, module, kind, inputs, own, coefficients, (*args, *kwargs.values()))
             return None if own is output else own
 
         return keep
@@ -206,22 +204,7 @@ class Recorder:
         single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
         return single.expand(self._samples, *single.shape[1:]).contiguous()
 
-    def _check(
-        self, name: str, module: nn.Module, kind: Linear, inputs: Tensor, output: Tensor, coefficients: Tensor | None
-    ) -> None:
-        if inputs.ndim < kind.least_dims:
-            raise InputError(
-                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
-                f"it one, {(1, *inputs.shape)}. If the data are a list of single samples, wrap it: DataLoader(data, "
-                "batch_size=256)"
-            ).about({name: "its input has no dimension for samples"})
-        if self._checking and not (is_of_torch(module) and only_ours()):
-            whole = spread.full(inputs), spread.full(output)
-            self._computed.append((name, module, layers.computes(module, *whole, coefficients)))
-        if self._checking:
-            self._check_weight(name, module)
-
-    def _take(
+    def _record(
         self,
         name: str,
         module: nn.Module,
@@ -229,19 +212,37 @@ class Recorder:
         inputs: Tensor,
         output: Tensor,
         coefficients: Tensor | None,
-        sources: tuple[Node, ...],
+        given: tuple[Any, ...],
     ) -> None:
-        before, inputs = inputs, spread.full(inputs)
-        overwritten = name in self._copied
-        kept = inputs.clone() if overwritten else inputs
-        has_edge = not kind.tokens and not (overwritten and before._is_view())
-        input_edge = get_gradient_edge(before) if has_edge else None
+        """Keep a call, and note whether the layer computes in it as its kind defines."""
+        if inputs.ndim < kind.least_dims:
+            raise InputError(
+                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
+                f"it one, {(1, *inputs.shape)}. If the data are a list of single samples, wrap it: DataLoader(data, "
+                "batch_size=256)"
+            ).about({name: "its input has no dimension for samples"})
+        whole, overwritten = spread.full(inputs), name in self._copied
+        if self._checking:
+            if not (is_of_torch(module) and only_ours()):
+                computed = layers.computes(module, whole, spread.full(output), coefficients)
+                self._computed.append((name, module, computed))
+            self._check_weight(name, module)
+        kept = whole.clone() if overwritten else whole
+        has_edge = not kind.tokens and not (overwritten and inputs._is_view())
         shape = torch.empty_like(output, device="meta", requires_grad=False)
         if spread.is_spread(output):
             shape = torch.empty(output.shape, dtype=output.dtype, device="meta")
-        route = module.source.route if isinstance(module, Use) else None
-        edge = get_gradient_edge(output)
-        call = RecordedCall(kept, version(kept), edge, input_edge, shape, kind, coefficients, route, sources)
+        call = RecordedCall(
+            kept,
+            version(kept),
+            edge=get_gradient_edge(output),
+            input_edge=get_gradient_edge(inputs) if has_edge else None,
+            output=shape,
+            kind=kind,
+            coefficients=coefficients,
+            route=module.source.route if isinstance(module, Use) else None,
+            sources=_sources(module, given) if now.accounting else (),
+        )
         self.calls.setdefault(name, []).append(call)
 
     def _check_computed(self) -> None:
