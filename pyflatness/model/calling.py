@@ -51,7 +51,7 @@ class Watcher:
     """Serve as the base of watchers for :func:`watched_by`, which see the operations of forward passes."""
 
     def before(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments for an operation that is named in ``_BEFORE``."""
+        """Return the arguments for an operation that is named in ``_BEFORE``, before it is done."""
         return args
 
     def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -59,7 +59,8 @@ class Watcher:
         raise NotImplementedError
 
 
-_BEFORE = {"detach_", "register_hook"}
+OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}  # make numbers or arrays of tensors
+_BEFORE = {"detach_", "register_hook", *OUT_OF_TORCH}
 
 
 class _Watch(Mode):
