@@ -158,17 +158,18 @@ class Runner:
             for number, (batch, taken) in enumerate(batches):
                 seen = self._dry_run(batch, first=True)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
-                samples = 1 if isinstance(batch, data.Whole) else data.size(batch)  # that could be cut apart
+                is_whole = isinstance(batch, data.Whole)
+                samples = 1 if is_whole else data.size(batch)  # that could be cut apart
                 for place in self._micro_batches.places(samples, samples, first if done == 0 else lambda: None):
-                    cut: Callable[[], Any] = partial(_part, batch, place)
+                    micro_batch = batch if is_whole else data.part(batch, place.start, place.stop)
                     numbers = partial(self._numbers, taken, done, place)
                     check: Check = guards.unchecked
                     if place.start == 0 and seen is not None:
                         check = partial(_check_as_seen, seen, place.stop)
                     elif place.start == 0 and compare:
-                        check = guards.two_alone(cut(), self._outputs_and_targets)
+                        check = guards.two_alone(micro_batch, self._outputs_and_targets)
                     with contextlib.nullcontext() if chosen is None else calling.dry_run():
-                        result = self._run(cut, number, numbers, work, check)
+                        result = self._run(micro_batch, number, numbers, work, check)
                     if result is not None:
                         place.done = True
                         take(result)
@@ -223,35 +224,32 @@ class Runner:
         self._micro_batches.notes = (*united["notes"],)
 
     def repeat(
-        self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result], take: Callable[[Result], None]
+        self, run: Repeatable, rows: Tensor, work: Callable[[slice, Run], Result], take: Callable[[Result], None]
     ) -> None:
-        """Do ``work`` on further runs of samples, (r,) rows, of a finished run, and pass each result to ``take``.
+        """Do ``work`` on further runs of samples, slices of (r,) rows, of a finished run; pass each result to ``take``.
 
         It is called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
         """
         samples = len(run.numbers)
         for place in self._micro_batches.places(len(rows), len(rows)):
             index = rows[place.slice]
-            check = partial(_check_rows, run.outputs, samples, index)
-            doing = partial(_work_on, work, place.slice)
+            check = partial(check_unchanged, data.rows_of(run.outputs, samples, index))
+            numbers = partial(self._numbers, run.numbers[rows], 0, place)
             with calling.dry_run():  # these samples went through the model before
-                batch = partial(data.take, run.batch, index)
-                numbers = partial(self._numbers, run.numbers[rows], 0, place)
-                result = self._run(batch, run.number, numbers, doing, check)
+                result = self._run(data.take(run.batch, index), run.number, numbers, partial(work, place.slice), check)
             if result is not None:
                 place.done = True
                 take(result)
 
     def _run(
         self,
-        cut: Callable[[], Any],
+        micro_batch: Any,
         number: int,
         numbers: Callable[[int], Tensor],
         work: Callable[[Run], Result | None],
         check: Check,
     ) -> Result | None:
         """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples."""
-        micro_batch = cut()
         try:
             # Around the work too: activation checkpointing runs the model again in backward passes.
             with self._certificate.attention(), calling.differentiated(), _checkpointing(), self._inside():
@@ -371,20 +369,6 @@ def _joined(batches: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
     return batches if whole is None else [(whole, torch.cat([numbers for _, numbers in batches]))]
 
 
-def _check_rows(outputs: Tensor, samples: int, rows: Tensor, now: Tensor) -> None:
-    """Raise if the samples at some rows of an earlier run have other outputs now."""
-    check_unchanged(data.rows_of(outputs, samples, rows), now)
-
-
 def _check_as_seen(found: Findings, samples: int, outputs: Tensor) -> None:
     """Raise if samples of the dry run have other outputs now."""
     check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
-
-
-def _part(batch: Any, place: Place) -> Any:
-    """Return the samples of a batch at a place, or all of one that is not cut."""
-    return batch if isinstance(batch, data.Whole) else data.part(batch, place.start, place.stop)
-
-
-def _work_on(work: Callable[[Run, slice], Result], which: slice, run: Run) -> Result:
-    return work(run, which)
