@@ -491,14 +491,10 @@ class Checked:
         return ", ".join(sorted(kinds)).replace("torch.", "")
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Run a batch, and count its samples if it is not cut."""
-        outputs, targets = self._run_or_copy(model, batch)
-        if isinstance(batch, data.Whole):
-            batch.counted = len(outputs) if outputs.ndim else 0
-        return outputs, targets
+        """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether.
 
-    def _run_or_copy(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
+        Samples of a batch that is not cut are counted.
+        """
         given = batch if self._changes_inputs is False else data.copied(batch)
         before = _marks(given)
         if self._looks and calling.now.dry:
@@ -506,10 +502,10 @@ class Checked:
             # A later pass may raise, and then only this one shows what is drawn.
             decisions = Decisions()
             with calling.watched_by(decisions), self._random.watched():
-                result = self._run_on(model, given)
+                outputs, targets = self._run_on(model, given)
             self.decides |= decisions.seen
         else:
-            result = self._run_on(model, given)
+            outputs, targets = self._run_on(model, given)
         marks = _marks(given) if given is batch or self._changes_inputs is None else before
         if self._changes_inputs is None:
             changed = [version for version, _ in marks] != [version for version, _ in before]
@@ -521,7 +517,9 @@ class Checked:
                 f"model: it changes its inputs in place on the batch {data.description(batch)}, which is changed now, "
                 "and did not on those before; have it work on a copy, x = x.clone()"
             )
-        return result
+        if isinstance(batch, data.Whole):
+            batch.counted = len(outputs) if outputs.ndim else 0
+        return outputs, targets
 
     def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:

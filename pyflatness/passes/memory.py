@@ -145,15 +145,15 @@ class MicroBatches:
         """Halve the sizes, as the memory did not suffice for this many samples."""
         self.largest = samples // 2
 
-    def places(self, samples: int, limit: int, first: Callable[[], int | None] = lambda: None) -> Iterator[Place]:
-        """Yield places of about equal size, at most ``limit``; the first one has at most ``first()`` samples.
+    def places(self, samples: int, first: Callable[[], int | None] = lambda: None) -> Iterator[Place]:
+        """Yield places of about equal size; the first one has at most ``first()`` samples.
 
         The samples of a place that is not done come again, cut by the sizes that are known then.
         """
         start = 0
         while start < samples:
             left = samples - start
-            count = -(-left // min(self.largest, limit))
+            count = -(-left // self.largest)
             size = -(-left // count)
             if start == 0 and self.cuttable:
                 size = min(size, first() or size)

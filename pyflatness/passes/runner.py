@@ -160,7 +160,7 @@ class Runner:
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
                 is_whole = isinstance(batch, data.Whole)
                 samples = 1 if is_whole else data.size(batch)  # that could be cut apart
-                for place in self._micro_batches.places(samples, samples, first if done == 0 else lambda: None):
+                for place in self._micro_batches.places(samples, first if done == 0 else lambda: None):
                     micro_batch = batch if is_whole else data.part(batch, place.start, place.stop)
                     numbers = partial(self._numbers, taken, done, place)
                     check: Check = guards.unchecked
@@ -231,7 +231,7 @@ class Runner:
         It is called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
         """
         samples = len(run.numbers)
-        for place in self._micro_batches.places(len(rows), len(rows)):
+        for place in self._micro_batches.places(len(rows)):
             index = rows[place.slice]
             check = partial(check_unchanged, data.rows_of(run.outputs, samples, index))
             numbers = partial(self._numbers, run.numbers[rows], 0, place)
