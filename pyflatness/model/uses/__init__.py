@@ -128,7 +128,7 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
                 for module in filter(weights, holders):
                     stack.enter_context(calling.replaced_forward(module, forward(module)))
             for source, uses in by_source.items():
-                source.attach(before[source] | uses)
+                source.attach({**before[source], **uses})
             yield
     finally:
         for source, outer in before.items():

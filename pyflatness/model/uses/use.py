@@ -113,14 +113,14 @@ class Source:
     _flag: bool = False  # whether the parameter required a gradient before
     route: Route | None = None  # the samples of the rows of an expert's next operation; None if it is no expert
     varies: bool = False  # whether the tensor computed from it differed between calls
-    _attached: dict[str, Use] = field(default_factory=dict)
+    attached: Mapping[str, Use] = field(default_factory=dict)  # the uses for which the parameter is watched now
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the attached uses by the entries of the parameter
     _watched: dict[str, Use] = field(default_factory=dict)  # all uses that were ever attached
     _functions: dict[str, None] = field(default_factory=dict)  # other functions that use it
 
     def attach(self, uses: Mapping[str, Use]) -> None:
         """Watch the parameter for these uses; without any, put the parameter back."""
-        self._attached = dict(uses)
+        self.attached = dict(uses)
         self._watched |= uses
         self._of_entries = {use.entries: use for use in uses.values()}
         if bool(uses) == bool(self.nodes):
@@ -154,12 +154,7 @@ class Source:
     @property
     def name(self) -> str:
         """Return the name of the layer, or of the first of several parts."""
-        return next(iter(self._attached or self.uses), "")
-
-    @property
-    def attached(self) -> dict[str, Use]:
-        """Return the uses for which the parameter is watched now."""
-        return dict(self._attached)
+        return next(iter(self.attached or self.uses), "")
 
     def is_attached(self, part: Tensor) -> bool:
         """Return whether the parameter is watched for exactly this view of it."""
@@ -169,12 +164,12 @@ class Source:
     def refuse(self, use: Use, why: str) -> None:
         """Leave a use out from now on."""
         use.refusal = use.refusal or why
-        if use.name in self._attached:
-            self.attach({name: other for name, other in self._attached.items() if other is not use})
+        if use.name in self.attached:
+            self.attach({name: other for name, other in self.attached.items() if other is not use})
 
     def used(self, operation: LinearOperation) -> Tensor | None:
         """Return the result of an operation on the weight, or None to let it run as any other."""
-        if not self._attached:  # the model has kept a watched tensor from before
+        if not self.attached:  # the model has kept a watched tensor from before
             return None
         if private.is_wrapped(operation.inputs):
             return None  # hooks do not work under vmap
@@ -218,7 +213,7 @@ class Source:
             return self._called(exact, kind, rows, operation, weight)
         touched = [
             use
-            for use in self._attached.values()
+            for use in self.attached.values()
             if use.entries.start < entries.stop and entries.start < use.entries.stop
         ]
         inside = [use for use in touched if use.entries.start in entries and use.entries.stop <= entries.stop]
@@ -256,7 +251,7 @@ class Source:
     def _computed(self, operation: LinearOperation, weight: Tensor) -> Tensor | None:
         """Do an operation on a tensor that was computed from the parameter, if it is the same at every call."""
         (use,) = self.uses.values()
-        if operation.rows(weight) is not weight or use.name not in self._attached:
+        if operation.rows(weight) is not weight or use.name not in self.attached:
             return None
         if use.ran and not (weight.shape == use.weight.shape and torch.equal(weight, use.weight)):
             self.varies = True
