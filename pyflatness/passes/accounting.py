@@ -61,8 +61,8 @@ class Accounting:
         """Return the model's outputs, with their graph; the recorder has the calls."""
         recorder, leaves = self._recorder, self._leaves
         watch, detached = _Functions(leaves.of_layers, recorder), Detached()
-        with calling.accounting(), recorder.recording(samples, checking=True), leaves.in_place(), _quiet():
-            with state.made_anew(self._model), calling.watched_by(watch, detached):
+        with recorder.recording(samples, checking=True), self._in_graph():
+            with calling.watched_by(watch, detached):
                 outputs, _ = calling.run(self._model, batch, forward)
             self._nodes = leaves.nodes(recorder.calls)
             self._of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in self._vectors.items()]
@@ -96,47 +96,27 @@ class Accounting:
         return Account(frozenset(differentiated), elsewhere, flat, why, bool(is_partial or differentiated))
 
     def _again(self, batch: Any, forward: calling.Forward | None) -> Tensor:
-        with self._once_more():
+        with calling.aside(), torch.enable_grad(), self._in_graph():
             return calling.run(self._model, batch, forward)[0]
 
     def _without_calls(
         self, names: Collection[str], batch: Any, forward: calling.Forward | None
     ) -> tuple[Collection[Node], Mapping[str, set[Node]]]:
         """Return the graph if calls of some layers have leaves of their own, and the nodes of the layers' weights."""
-        with self._once_more(), _with_other_weights([self._modules[name] for name in names]):
+        with calling.aside(), torch.enable_grad(), self._in_graph(), contextlib.ExitStack() as stack:
+            for module in map(self._modules.__getitem__, names):
+                own = layers.with_weight(module, lambda weight: weight.detach().requires_grad_())
+                stack.enter_context(calling.replaced_forward(module, own))
             outputs, _ = calling.run(self._model, batch, forward)
             return linearity.users_of(outputs), self._leaves.nodes(names)
 
     @contextlib.contextmanager
-    def _once_more(self) -> Iterator[None]:
-        """Prepare for a further run of the model inside, with the weights in the graph; the recorded calls stay."""
-        with (
-            calling.aside(),
-            calling.accounting(),
-            self._leaves.in_place(),
-            state.made_anew(self._model),
-            torch.enable_grad(),
-            _quiet(),
-        ):
+    def _in_graph(self) -> Iterator[None]:
+        """Have the weights in the graph of runs inside."""
+        with calling.accounting(), self._leaves.in_place(), state.made_anew(self._model), warnings.catch_warnings():
+            # Torch warns of numbers taken out of weights, which may require gradients only here.
+            warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True to a scalar")
             yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warning about numbers taken out of weights, which may require gradients only here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True to a scalar")
-        yield
-
-
-@contextlib.contextmanager
-def _with_other_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Give calls of some layers, and derivatives of these calls, leaves of their own in graphs built inside."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            forward = layers.with_weight(module, lambda weight: weight.detach().requires_grad_())
-            stack.enter_context(calling.replaced_forward(module, forward))
-        yield
 
 
 class _Leaves:
