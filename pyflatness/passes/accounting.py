@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .. import private
-from ..model import calling, layers, spread, state, uses, walk
+from ..model import calling, layers, parameters, spread, state, uses, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
@@ -157,19 +157,15 @@ class _Leaves:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the leaves in the places of the parameters, and have them require gradients, inside."""
-        flags = [parameter.requires_grad for parameter in self._required]
-        try:
-            for part, key, _, leaf in self._places:
-                part._parameters[key] = leaf  # type: ignore[assignment]
-            for parameter in self._required:
-                parameter.requires_grad_()
-            yield
-        finally:
-            for part, key, parameter, leaf in self._places:
-                if part._parameters.get(key) is leaf:  # otherwise the forward pass has put another one there
-                    part._parameters[key] = parameter  # type: ignore[assignment]
-            for parameter, flag in zip(self._required, flags, strict=True):
-                parameter.requires_grad_(flag)
+        with parameters.requiring(self._required, flag=True):
+            try:
+                for part, key, _, leaf in self._places:
+                    part._parameters[key] = leaf  # type: ignore[assignment]
+                yield
+            finally:
+                for part, key, parameter, leaf in self._places:
+                    if part._parameters.get(key) is leaf:  # otherwise the forward pass has put another one there
+                        part._parameters[key] = parameter  # type: ignore[assignment]
 
     def nodes(self, names: Collection[str]) -> dict[str, set[Node]]:
         """Return the nodes of some layers' weights in autograd's graph; called inside :meth:`in_place`."""

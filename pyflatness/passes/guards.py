@@ -33,6 +33,7 @@ from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state, walk
 from ..model.generators import Randomness, outside
 from ..model.outputs import meant
+from ..model.parameters import requiring
 from .linearity import users_of
 
 TAKEN_AS_CONSTANT = (
@@ -565,7 +566,7 @@ class Checked:
             outputs, targets = run(batch)
 
         def again() -> Tensor:
-            with calling.aside(), calling.accounting(), self._random.watched(), _in_graph(self._parameters):
+            with calling.aside(), calling.accounting(), self._random.watched(), requiring(self._parameters, flag=True):
                 return run(data.first(batch, min(2, data.size(batch))))[0]
 
         for doubt in detached.doubts(outputs, again):
@@ -646,19 +647,6 @@ class Checked:
         self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
-
-
-@contextlib.contextmanager
-def _in_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Have all parameters require gradients inside."""
-    frozen = [one for one in parameters if one.is_floating_point() and not (one.requires_grad or one.is_inference())]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_()
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from ..messages import check_tensor
 from ..model import layers, spread, walk
 from ..model.calling import end_transforms, is_transformed, now, only_ours, version
 from ..model.kinds import Linear, is_of_torch
+from ..model.parameters import requiring
 from ..model.uses import Use
 from ..model.uses.experts import Route
 from . import backward
@@ -277,22 +278,17 @@ def _sources(module: nn.Module, given: tuple[Any, ...]) -> tuple[Node, ...]:
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Have no parameter require a gradient inside; restore the flags afterwards."""
-    flags = [(parameter, parameter.requires_grad) for parameter in (*walk.parameters(model), *spread.parameters())]
-    for parameter, _ in flags:
-        if parameter.is_inference():
-            raise InputError(
-                "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
-            )
-    depth = private.transforms()
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        end_transforms(depth)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+    """Have no parameter require a gradient inside."""
+    held, depth = (*walk.parameters(model), *spread.parameters()), private.transforms()
+    if any(parameter.is_inference() for parameter in held):
+        raise InputError(
+            "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
+        )
+    with requiring(held, flag=False):
+        try:
+            yield
+        finally:
+            end_transforms(depth)
 
 
 def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
