@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 from typing_extensions import Self
 
 from .. import interrupts, private
-from ..errors import InputError, NoGraphError
+from ..errors import FlatnessError, InputError, NoGraphError, NotYetError
 from ..messages import lacks_a_second_derivative
 from . import data, hugging_face, spread
 from .outputs import refusal, single
@@ -311,33 +312,46 @@ def differentiated() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            raise InputError(
-                "model: a tensor that its backward pass needs is modified in place later, as h += layer(h) does with "
-                "the layer's input, so that torch cannot differentiate the model in all weights that this needs; write "
-                f"h = h + layer(h) ({error})"
-            ) from error
-        if "does not require grad and does not have a grad_fn" in str(error):
-            raise without_graph() from error
-        if "differentiated Tensors does not require grad" in str(error):
-            raise InputError(
-                "model: its forward pass takes a derivative in a tensor that requires none: in its own weights, say, "
-                "as for a step of gradient descent inside of it; weights require no gradient while they are measured. "
-                "Take such a step before, and measure the model at the weights that it gives"
-            ) from error
-        if lacks_a_second_derivative(error):
-            raise InputError(
-                "model: its forward pass takes a derivative through an operation that torch differentiates once only "
-                f"({error}); run attention inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-            ) from error
-        if "saved tensor hooks" in str(error):
-            raise InputError(
-                "model: it takes a derivative by torch.func (grad, vjp, jacrev, hessian) in its forward pass, inside "
-                "of which layers cannot be observed; take it by torch.autograd.grad(…, create_graph=True)"
-            ) from error
-        if "use_reentrant=True" not in str(error):
+        explained = _explained(error)
+        if explained is None:
             raise
-        raise reentrant() from error
+        raise explained from error
+
+
+def _explained(error: RuntimeError) -> FlatnessError | None:
+    """Return the error that says what to do about one of torch's, of a backward pass; None if it is another one."""
+    text = str(error)
+    if isinstance(error, CheckpointError):
+        return NotYetError(
+            f"model: its activation checkpointing does not go with this ({text[:120]}…): second derivatives of some "
+            "operations in place, weight_norm under measures over all parameters, or parts that compute other things "
+            "when they are called again; switch checkpointing off to measure"
+        )
+    if "modified by an inplace operation" in text:
+        return InputError(
+            "model: a tensor that its backward pass needs is modified in place later, as h += layer(h) does with the "
+            "layer's input, so that torch cannot differentiate the model in all weights that this needs; write "
+            f"h = h + layer(h) ({error})"
+        )
+    if "does not require grad and does not have a grad_fn" in text:
+        return without_graph()
+    if "differentiated Tensors does not require grad" in text:
+        return InputError(
+            "model: its forward pass takes a derivative in a tensor that requires none: in its own weights, say, as "
+            "for a step of gradient descent inside of it; weights require no gradient while they are measured. Take "
+            "such a step before, and measure the model at the weights that it gives"
+        )
+    if lacks_a_second_derivative(error):
+        return InputError(
+            "model: its forward pass takes a derivative through an operation that torch differentiates once only "
+            f"({error}); run attention inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+    if "saved tensor hooks" in text:
+        return InputError(
+            "model: it takes a derivative by torch.func (grad, vjp, jacrev, hessian) in its forward pass, inside of "
+            "which layers cannot be observed; take it by torch.autograd.grad(…, create_graph=True)"
+        )
+    return reentrant() if "use_reentrant=True" in text else None
 
 
 @contextlib.contextmanager

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from ..contractions.layer import Memory
-from ..errors import InputError, NotYetError
+from ..errors import InputError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
 from . import batch_layout, guards, linearity
@@ -252,7 +251,7 @@ class Runner:
         """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples."""
         try:
             # Around the work too: activation checkpointing runs the model again in backward passes.
-            with self._certificate.attention(), calling.differentiated(), _checkpointing(), self._inside():
+            with self._certificate.attention(), calling.differentiated(), self._inside():
                 run = self._recorded(micro_batch, number, numbers, check)
                 if run is not None:
                     return work(run)
@@ -337,7 +336,7 @@ class Runner:
         """Return the findings of a dry run of the ``first`` batch, or one with a new layer; None if not needed."""
         if first and self._known.suffice(batch):
             return None
-        with calling.differentiated(), _checkpointing():
+        with calling.differentiated():
             found = self._known.look(batch, first=first)
         for why in found.doubts:
             self._checked.doubt(why)
@@ -348,19 +347,6 @@ class Runner:
         if first:
             self._micro_batches.plan(found.bytes + self.reserve(found), cuttable=found.cuttable)
         return found
-
-
-@contextlib.contextmanager
-def _checkpointing() -> Iterator[None]:
-    """Replace an error of activation checkpointing inside by one that says what to do."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise NotYetError(
-            f"model: its activation checkpointing does not go with this ({str(error)[:120]}…): second derivatives of "
-            "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
-            "things when they are called again; switch checkpointing off to measure"
-        ) from error
 
 
 def _joined(batches: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
