@@ -87,7 +87,7 @@ class ParameterProducts(Products):
                 second_derivatives.replace(self._replaced)
                 stack.callback(second_derivatives.put_back, self._replaced)
                 if self._weight_norms:  # only then, as every operation takes a little longer
-                    stack.enter_context(second_derivatives.WrittenOut())
+                    stack.enter_context(second_derivatives.written_out())
                 yield
         finally:
             self._leaves = {}

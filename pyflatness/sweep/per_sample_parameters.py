@@ -24,7 +24,7 @@ from ..numerics.normal_vectors import NormalVectors
 from ..passes import dry_run, linearity
 from ..passes.guards import agree, check_unchanged, rounding
 from ..passes.runner import Run
-from ..passes.second_derivatives import WrittenOut
+from ..passes.second_derivatives import written_out
 from ..passes.task import Task
 
 Result = TypeVar("Result")
@@ -165,7 +165,7 @@ def _undisturbed(run: Run) -> Iterator[None]:
         stack.enter_context(calling.aside())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(contractions.full_precision(run.outputs))
-        stack.enter_context(WrittenOut())
+        stack.enter_context(written_out())
         yield
 
 
