@@ -58,7 +58,7 @@ class Batches:
         elif hasattr(data, "__next__") and reads > 1:
             more = "(normalize=, fraction=, measured= and some measures take more than one)"
             raise used_up(data, f"and {reads} reads are needed {more}")
-        self._data = data
+        self._data, self.repeatable = data, not hasattr(data, "__next__")  # whether they can be read again
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
         self._first: Fingerprint | None = None  # of the first read
         self._begun: tuple[list[Any], Iterator[Any]] | None = None  # a read: batches that were peeked at, and the rest
@@ -110,11 +110,6 @@ class Batches:
             return len(self._data)
         except TypeError:
             return 0
-
-    @property
-    def repeatable(self) -> bool:
-        """Return whether the data can be read again."""
-        return not hasattr(self._data, "__next__")
 
     @property
     def samples(self) -> int:

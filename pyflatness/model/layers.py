@@ -71,12 +71,6 @@ def with_weight(module: nn.Module, weight: Callable[[Tensor], Tensor]) -> Callab
     return forward
 
 
-def is_together(module: nn.Module) -> bool:
-    """Return whether a layer is a weight in all of its uses, which may be of several kinds."""
-    kind = kinds.find(module)
-    return kind is not None and kind.by_weight
-
-
 def why_not_supported(module: nn.Module) -> str:
     """Return why a module is not a layer that can be measured, with its class."""
     kind = type(module).__name__

@@ -53,6 +53,7 @@ class Recorder:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking = modules, False, False
+        self.stand_ins = [module for module in modules.values() if isinstance(module, Use)]  # for uses of parameters
         # A stand-in for uses of a weight has the kind of its last call.
         self._kinds = {name: layers.kind_of(module) for name, module in modules.items() if not isinstance(module, Use)}
         self._weights = {name: module._parameters.get("weight") for name, module in modules.items()}
@@ -64,11 +65,6 @@ class Recorder:
         self.empty: set[str] = set()
         self.transformed: set[str] = set()
         self.running: list[str] = []  # the layers whose calls are under way
-
-    @property
-    def stand_ins(self) -> list[Use]:
-        """Return the layers that stand for uses of parameters."""
-        return [module for module in self._modules.values() if isinstance(module, Use)]
 
     @property
     def needs_samples(self) -> bool:

@@ -49,7 +49,7 @@ class _Known:
     flat: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # weights of one dimension, and their functions
 
 
-_held: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+_held: dict[nn.Module, _Known] = {}  # of the models that are measured now
 _elsewhere: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()  # by layer, see :func:`elsewhere`
 
 
