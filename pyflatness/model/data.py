@@ -1,6 +1,5 @@
 """Read data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
 
-import contextlib
 import copy
 import itertools
 import sys
@@ -85,11 +84,13 @@ class Batches:
 
     def _fetched(self) -> Iterator[Any]:
         """Yield the user's batches, wrapped in :class:`Whole` if they are not cut."""
-        is_code = not isinstance(self._data, (tuple, list))
-        with watched() if is_code else contextlib.nullcontext():
+        if isinstance(self._data, (tuple, list)):
+            yield from map(self._whole, self._cut())
+            return
+        with watched():  # the user's code runs
             source = iter(self._cut())
         while True:
-            with watched() if is_code else contextlib.nullcontext():
+            with watched():
                 try:
                     batch = next(source)
                 except StopIteration:
