@@ -199,10 +199,10 @@ class DryRuns:
         """Return the results of :meth:`_run` and the account of the layers' weights, from one pass if it shows both."""
         if spread.is_held():  # the tensors for gathered weights exist only after a first run
             self._run(batch, samples)
-        accounting = Accounting(self._model, self._modules, self._recorder)
+        accounting = Accounting(self._model, self._modules, self._recorder, batch, self._forward)
         try:
-            found = self._measured(lambda: accounting.run(batch, self._forward, samples))
-            account = accounting.account(found[0], batch, self._forward)
+            found = self._measured(lambda: accounting.run(samples))
+            account = accounting.account(found[0])
         except Exception as error:  # a weight that changes in place, or an error of the model, which comes again
             check_of_user(error)
             account = Account(doubts=(UNSEEN,))
