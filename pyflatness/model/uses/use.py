@@ -262,7 +262,7 @@ class Source:
         sources = {leaf.source for leaf in behind if isinstance(leaf, Watched)}
         if self not in sources and torch.is_grad_enabled():
             return None
-        self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
+        self.behind |= sources - {self}
         return self._called(use, operation.kind, weight.detach(), operation, weight)
 
     def _called(
