@@ -67,9 +67,9 @@ class KnownLayers:
         return self._samples > 1 or (self._samples == 1 and data.size(batch) == 1)
 
     def look(self, batch: Any, *, first: bool) -> Findings:
-        """Return the findings of a dry run of a read's ``first`` batch, or of all of a later one with a new layer.
+        """Return the findings of a dry run of a batch: of some samples the ``first`` time, and then of all.
 
-        Stand-ins that it shows to be invalid are left out; in the ``first`` batch the named layers have to run.
+        Stand-ins that it shows to be invalid are left out, and the first time the named layers have to run.
         """
         if data.size(batch) < 1:
             raise InputError(
