@@ -28,7 +28,7 @@ from .messages import check_tensor
 from .model import calling, layers, state, uses
 from .model.data import copied, first, leaves, map_tensors
 from .model.outputs import meant
-from .model.uses import experts, outside
+from .model.uses import experts
 from .numerics.normal_vectors import NormalVectors
 from .numerics.process_groups import refuse
 from .options import CALL, How, check_count, check_number
@@ -421,7 +421,7 @@ def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Te
     """
     if isinstance(layer, uses.Use) and not layer.source.effective:
         return layer.source.parameter.requires_grad_(), lambda risk: risk()
-    if not isinstance(layer, uses.Use) and not outside.of(layer):
+    if not isinstance(layer, uses.Use) and not uses.elsewhere(layer):
         assert isinstance(layer.weight, Tensor)
         return layer.weight.requires_grad_(), lambda risk: risk()
     leaf = layers.weight_of(layer).clone().requires_grad_()

@@ -296,7 +296,7 @@ class ChangeSweep:
             half = half if sign is None else half * sign
             for name, along in self._along(run, cotangent, changed).items():
                 whole[self._places[name].start : self._places[name].stop] = along.sum(dim=2)
-                if signs is None and not layers.is_together(self._runner.selected[name]):
+                if signs is None and not layers.kind_of(self._runner.selected[name]).by_weight:
                     of_rows[name] = of_rows.get(name, 0) + along.square() * half.unsqueeze(1)
             values[0, :, SECOND] += half * whole.square() / draws
             found.append((draw, whole, half))
@@ -352,7 +352,7 @@ class ChangeSweep:
 
         For a weight in all of its uses it is (n, 1, P, 1), since the rows of one use need not be those of another.
         """
-        if layers.is_together(self._runner.selected[name]):
+        if layers.kind_of(self._runner.selected[name]).by_weight:
             flat = [promoted(run.samples_first(name, output)).flatten(1) for output in outputs]
             return torch.cat(flat, dim=1)[:, None, :, None]
         if not layers.kind_of(self._runner.selected[name]).tokens:

@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..model import kinds, layers, selectors, uses
 from ..model.kinds import Linear
 from ..model.selectors import Selection
-from ..model.uses import Use, outside
+from ..model.uses import Use
 from ..passes.runner import Runner
 from ..passes.task import Task
 from .formats import Copy, Format
@@ -27,7 +27,7 @@ def of_layer(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     Its rows are those of the first module that has the weight and is no embedding, if there is one.
     """
     others = [name, *uses.ties(model, module)]
-    if len(others) == 1 and not outside.of(module):
+    if len(others) == 1 and not uses.elsewhere(module):
         return module
     plain = [other for other, layer in model.named_modules() if other in others and kinds.is_plain(layer)]
     plain.sort(key=lambda other: kinds.base(model.get_submodule(other)) in (nn.Embedding, nn.EmbeddingBag))
@@ -57,7 +57,7 @@ def taken(task: Task) -> tuple[Task, dict[str, str]]:
         task = replace(task, selection=Selection(modules, named, task.selection.optional))
     for name, module in modules.items():
         missing = [other for other in uses.ties(task.model, module) if other not in modules]
-        elsewhere = f"used in {outside.of(module)} too" if outside.of(module) else ""
+        elsewhere = f"used in {uses.elsewhere(module)} too" if uses.elsewhere(module) else ""
         if missing or elsewhere:
             why = elsewhere or f"that of {', '.join(map(repr, missing))} too"
             raise InputError(

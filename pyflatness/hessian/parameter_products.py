@@ -67,7 +67,7 @@ class ParameterProducts(Products):
         some = next(iter(self._theta.values()))
         self.device, self.eps = some.device, max(torch.finfo(values.dtype).eps for values in self._theta.values())
 
-    def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
+    def _seen(self, run: Run) -> tuple[int, float, set[str]]:
         if any(node.name() == "CheckpointFunctionBackward" for node in run.users):
             raise calling.reentrant()
         if self._all and not run.outputs.requires_grad:
@@ -87,7 +87,7 @@ class ParameterProducts(Products):
                 second_derivatives.replace(self._replaced)
                 stack.callback(second_derivatives.put_back, self._replaced)
                 if self._weight_norms:  # only then, as every operation takes a little longer
-                    stack.enter_context(second_derivatives.WrittenOut())
+                    stack.enter_context(second_derivatives.written_out())
                 yield
         finally:
             self._leaves = {}

@@ -64,7 +64,7 @@ class Products:
         over = Accumulator(self._options.nan_policy, task.loss.reduction)
         self.custom: set[str] = set()
 
-        def take(seen: tuple[int, float, frozenset[str]]) -> None:
+        def take(seen: tuple[int, float, set[str]]) -> None:
             samples, weight, custom = seen
             over.add(samples, weight)
             self.custom |= custom
@@ -92,9 +92,9 @@ class Products:
             scales = normalize.feature_scales(Runner(self._task), self._loss, self._options.nan_policy)
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
-    def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
+    def _seen(self, run: Run) -> tuple[int, float, set[str]]:
         """Return a micro-batch's samples and normaliser, and the layers with custom autograd functions behind them."""
-        custom = linearity.read(linearity.users_of(run.outputs), self._edges(run)).custom
+        custom = linearity.with_custom_functions(linearity.users_of(run.outputs), self._edges(run))
         linearity.refuse_custom_functions(self._options, dict.fromkeys(sorted(custom), linearity.CUSTOM), self._what)
         sent = cotangents.of_run(run, self._loss)
         self._check(run.number, not math.isnan(sent.weight))

@@ -4,12 +4,12 @@ The measures are those of the empirical risk E(w) = mean_i ℓ(f(x_i, w), y_i), 
 weights in the same callable would count as a constant, and would be missing from every value.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from ..model.parameters import requiring
 from .base import Loss
 from .custom import CustomLoss
 
@@ -27,7 +27,7 @@ def depends_on(loss: Loss, run: Callable[[], tuple[Tensor, Tensor]], parameters:
 
     ``run`` runs the model while all parameters require gradients, so that tensors that it keeps have a graph.
     """
-    with _requiring(parameters, flag=True) as leaves, torch.enable_grad():
+    with requiring(parameters, flag=True) as leaves, torch.enable_grad():
         outputs, targets = run()
         value = loss.value(outputs.detach(), targets)
         if not leaves or not value.requires_grad:
@@ -39,16 +39,5 @@ def depends_on_more(loss: Loss, outputs: Tensor, targets: Tensor, head: Iterable
     """Return whether the loss for a head given as tensors has a gradient in the head other than by its outputs."""
     assert isinstance(loss, CustomLoss)
     own = [*loss.loss.parameters()] if isinstance(loss.loss, nn.Module) else []
-    with _requiring(own, flag=False), _requiring(head, flag=True), torch.enable_grad():
+    with requiring(own, flag=False), requiring(head, flag=True), torch.enable_grad():
         return loss.value(outputs.detach(), targets).requires_grad
-
-
-@contextmanager
-def _requiring(tensors: Iterable[Tensor], *, flag: bool) -> Iterator[list[Tensor]]:
-    """Set ``requires_grad`` of tensors that can be leaves of a graph, inside the context; yield these tensors."""
-    leaves = [t for t in tensors if t.is_leaf and t.is_floating_point() and not t.is_inference()]
-    with ExitStack() as stack:
-        for tensor in leaves:
-            stack.callback(tensor.requires_grad_, tensor.requires_grad)
-            tensor.requires_grad_(flag)
-        yield leaves

@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 from typing_extensions import Self
 
 from .. import interrupts, private
-from ..errors import InputError, NoGraphError
+from ..errors import FlatnessError, InputError, NoGraphError, NotYetError
 from ..messages import lacks_a_second_derivative
 from . import data, hugging_face, spread
 from .outputs import refusal, single
@@ -51,7 +52,7 @@ class Watcher:
     """Serve as the base of watchers for :func:`watched_by`, which see the operations of forward passes."""
 
     def before(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments for an operation that is named in ``_BEFORE``."""
+        """Return the arguments for an operation that is named in ``_BEFORE``, before it is done."""
         return args
 
     def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -59,7 +60,8 @@ class Watcher:
         raise NotImplementedError
 
 
-_BEFORE = {"detach_", "register_hook"}
+OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}  # make numbers or arrays of tensors
+_BEFORE = {"detach_", "register_hook", *OUT_OF_TORCH}
 
 
 class _Watch(Mode):
@@ -155,7 +157,7 @@ class Calls:
             inputs = args[0] if args else kwargs.get("input")
             if isinstance(inputs, Tensor):
                 inputs = spread.full(inputs)
-            if is_aside() or is_transformed() or not isinstance(output, Tensor) or not isinstance(inputs, Tensor):
+            if now.aside or is_transformed() or not isinstance(output, Tensor) or not isinstance(inputs, Tensor):
                 return
             call = Call(inputs, output, (version(inputs), version(output)))
             if output.numel() == 0:
@@ -168,53 +170,47 @@ class Calls:
         return keep
 
 
-now = {"dry": 0, "aside": 0, "accounting": 0, "samples": -1, "runs": 0}
-"""How batches go through models in this process, in which calls of several threads take turns."""
+@dataclass
+class Now:
+    """Hold how batches go through models in this process, in which calls of several threads take turns."""
+
+    dry: bool = False  # inside of :func:`dry_run`, :func:`aside` or :func:`accounting`
+    aside: bool = False  # inside of :func:`aside`
+    accounting: bool = False  # inside of :func:`accounting`
+    samples: int = -1  # of the batch in the model now, or of the last one; -1 if that is not known
+    runs: int = 0  # how many are under way, one inside of another
 
 
-@contextlib.contextmanager
-def _let(**how: int) -> Iterator[None]:
-    before = {key: now[key] for key in how}  # the number of samples is kept from the last run
-    now.update(how)
-    try:
-        yield
-    finally:
-        now.update(before)
+now = Now()
+
+
+class _Let:
+    """Set what :data:`now` holds inside the context."""
+
+    def __init__(self, **how: int) -> None:
+        self._how = how
+
+    def __enter__(self) -> None:
+        self._before = {key: vars(now)[key] for key in self._how}
+        vars(now).update(self._how)
+
+    def __exit__(self, *exception: object) -> None:
+        vars(now).update(self._before)
 
 
 def dry_run() -> contextlib.AbstractContextManager[None]:
     """Declare that runs of the model inside the context are checks, or are at other parameters."""
-    return _let(dry=1)
-
-
-def is_dry_run() -> bool:
-    """Return whether a ``forward`` is called inside :func:`dry_run`."""
-    return bool(now["dry"])
+    return _Let(dry=True)
 
 
 def aside() -> contextlib.AbstractContextManager[None]:
     """Declare that a run inside the context is an additional one, which does not change the recorded calls."""
-    return _let(dry=1, aside=1)
-
-
-def is_aside() -> bool:
-    """Return whether a layer is called inside :func:`aside`."""
-    return bool(now["aside"])
+    return _Let(dry=True, aside=True)
 
 
 def accounting() -> contextlib.AbstractContextManager[None]:
     """Declare that uses of weights are counted inside the context, so that they stay in autograd's graph."""
-    return _let(dry=1, accounting=1)
-
-
-def is_accounting() -> bool:
-    """Return whether a layer is called inside :func:`accounting`."""
-    return bool(now["accounting"])
-
-
-def samples() -> int:
-    """Return the number of samples of the batch in the model now, or of the last one; -1 if it is not known."""
-    return now["samples"]
+    return _Let(dry=True, accounting=True)
 
 
 @contextlib.contextmanager
@@ -248,10 +244,10 @@ def run(
     """
     with private.without_functions():  # these are not the model's operations
         count = batch.counted or -1 if isinstance(batch, data.Whole) else data.size(batch)
-    with interrupts.users_code(), _let(samples=count, runs=now["runs"] + 1):
+    with interrupts.users_code(), _Let(samples=count, runs=now.runs + 1):
         result = _run(model, batch, forward, tensor)
-    if not now["runs"]:
-        now["samples"] = count  # activation checkpointing may run parts of the model on it again
+    if not now.runs:
+        now.samples = count  # activation checkpointing may run parts of the model on it again
     return result
 
 
@@ -316,33 +312,46 @@ def differentiated() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            raise InputError(
-                "model: a tensor that its backward pass needs is modified in place later, as h += layer(h) does with "
-                "the layer's input, so that torch cannot differentiate the model in all weights that this needs; write "
-                f"h = h + layer(h) ({error})"
-            ) from error
-        if "does not require grad and does not have a grad_fn" in str(error):
-            raise without_graph() from error
-        if "differentiated Tensors does not require grad" in str(error):
-            raise InputError(
-                "model: its forward pass takes a derivative in a tensor that requires none: in its own weights, say, "
-                "as for a step of gradient descent inside of it; weights require no gradient while they are measured. "
-                "Take such a step before, and measure the model at the weights that it gives"
-            ) from error
-        if lacks_a_second_derivative(error):
-            raise InputError(
-                "model: its forward pass takes a derivative through an operation that torch differentiates once only "
-                f"({error}); run attention inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-            ) from error
-        if "saved tensor hooks" in str(error):
-            raise InputError(
-                "model: it takes a derivative by torch.func (grad, vjp, jacrev, hessian) in its forward pass, inside "
-                "of which layers cannot be observed; take it by torch.autograd.grad(…, create_graph=True)"
-            ) from error
-        if "use_reentrant=True" not in str(error):
+        explained = _explained(error)
+        if explained is None:
             raise
-        raise reentrant() from error
+        raise explained from error
+
+
+def _explained(error: RuntimeError) -> FlatnessError | None:
+    """Return the error that says what to do about one of torch's, of a backward pass; None if it is another one."""
+    text = str(error)
+    if isinstance(error, CheckpointError):
+        return NotYetError(
+            f"model: its activation checkpointing does not go with this ({text[:120]}…): second derivatives of some "
+            "operations in place, weight_norm under measures over all parameters, or parts that compute other things "
+            "when they are called again; switch checkpointing off to measure"
+        )
+    if "modified by an inplace operation" in text:
+        return InputError(
+            "model: a tensor that its backward pass needs is modified in place later, as h += layer(h) does with the "
+            "layer's input, so that torch cannot differentiate the model in all weights that this needs; write "
+            f"h = h + layer(h) ({error})"
+        )
+    if "does not require grad and does not have a grad_fn" in text:
+        return without_graph()
+    if "differentiated Tensors does not require grad" in text:
+        return InputError(
+            "model: its forward pass takes a derivative in a tensor that requires none: in its own weights, say, as "
+            "for a step of gradient descent inside of it; weights require no gradient while they are measured. Take "
+            "such a step before, and measure the model at the weights that it gives"
+        )
+    if lacks_a_second_derivative(error):
+        return InputError(
+            "model: its forward pass takes a derivative through an operation that torch differentiates once only "
+            f"({error}); run attention inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+    if "saved tensor hooks" in text:
+        return InputError(
+            "model: it takes a derivative by torch.func (grad, vjp, jacrev, hessian) in its forward pass, inside of "
+            "which layers cannot be observed; take it by torch.autograd.grad(…, create_graph=True)"
+        )
+    return reentrant() if "use_reentrant=True" in text else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Refuse models that cannot be measured as they are, such as models compiled by torch.jit, or in training mode."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,17 +72,16 @@ def _is(name: str) -> str:
     return f"{name!r} is" if name else "it is"
 
 
-def _check_mode(name: str, module: nn.Module) -> None:
+def _check_mode(name: str, module: Any) -> None:
     """Raise for a module in a mode in which samples are not independent, or units are dropped at random."""
-    if isinstance(module, private.BatchNorm) and (module.training or module.running_mean is None):
-        if module.training:
-            raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
+    is_norm = isinstance(module, private.BatchNorm)
+    if module.training and (is_norm or module.p > 0):
+        raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
+    if is_norm and module.running_mean is None:
         raise InputError(
             f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on the "
             "batch; a value over the data set does not exist"
         )
-    if isinstance(module, DROPOUTS) and module.training and module.p > 0:
-        raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
 
 
 def _check_values(named: Named) -> None:

@@ -1,6 +1,5 @@
 """Read data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
 
-import contextlib
 import copy
 import itertools
 import sys
@@ -58,7 +57,7 @@ class Batches:
         elif hasattr(data, "__next__") and reads > 1:
             more = "(normalize=, fraction=, measured= and some measures take more than one)"
             raise used_up(data, f"and {reads} reads are needed {more}")
-        self._data = data
+        self._data, self.repeatable = data, not hasattr(data, "__next__")  # whether they can be read again
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
         self._first: Fingerprint | None = None  # of the first read
         self._begun: tuple[list[Any], Iterator[Any]] | None = None  # a read: batches that were peeked at, and the rest
@@ -85,11 +84,13 @@ class Batches:
 
     def _fetched(self) -> Iterator[Any]:
         """Yield the user's batches, wrapped in :class:`Whole` if they are not cut."""
-        is_code = not isinstance(self._data, (tuple, list))
-        with watched() if is_code else contextlib.nullcontext():
+        if isinstance(self._data, (tuple, list)):
+            yield from map(self._whole, self._cut())
+            return
+        with watched():  # the user's code runs
             source = iter(self._cut())
         while True:
-            with watched() if is_code else contextlib.nullcontext():
+            with watched():
                 try:
                     batch = next(source)
                 except StopIteration:
@@ -110,11 +111,6 @@ class Batches:
             return len(self._data)
         except TypeError:
             return 0
-
-    @property
-    def repeatable(self) -> bool:
-        """Return whether the data can be read again."""
-        return not hasattr(self._data, "__next__")
 
     @property
     def samples(self) -> int:

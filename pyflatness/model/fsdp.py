@@ -38,11 +38,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """Hold a parameter that is spread over ranks."""
+class _Weight(Part):
+    """Hold a parameter that FSDP spreads over ranks."""
 
     name: str
-    spread: Any
     ranks: Ranks
     of_fsdp: Any
 
@@ -93,8 +92,7 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     _shard(roots)
     with contextlib.ExitStack() as stack:
         weights = _weights(model, groups, ranks)
-        found = {key: Part(held.spread, held.whole, held.used) for key, held in weights.items()}
-        stack.enter_context(spread.held(model, found))
+        stack.enter_context(spread.held(model, weights))
         # After an error in a pass, FSDP would still be in the middle of it.
         stack.callback(model.register_forward_pre_hook(lambda *_: _shard(roots), prepend=True).remove)
         parts: dict[str, Callable[[], Tensor]] = {weight.name: weight.part for weight in weights.values()}
@@ -251,7 +249,7 @@ def _weights(model: nn.Module, groups: Sequence[Group], ranks: Ranks) -> dict[in
             which = "parameters can be measured that fully_shard spreads over one dimension of all ranks"
             raise _not_plain(name, held, which, WHOLE)
         spread.check_processes(name, parameter, ranks, "its part of the data")
-        found[id(parameter)] = _Weight(f"parameter {name}", held, ranks, of_fsdp[id(parameter)][1])
+        found[id(parameter)] = _Weight(held, f"parameter {name}", ranks, of_fsdp[id(parameter)][1])
     return found
 
 

@@ -11,7 +11,7 @@ from ..contractions import full_precision, promoted
 from ..errors import InputError, NonFiniteError
 from . import kinds, spread, uses, walk
 from .kinds import SUPPORTED, Linear
-from .uses import Use, outside
+from .uses import Use
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -69,12 +69,6 @@ def with_weight(module: nn.Module, weight: Callable[[Tensor], Tensor]) -> Callab
         return kind_of_call(module).forward(args, kwargs, weight(own), bias if isinstance(bias, Tensor) else None)
 
     return forward
-
-
-def is_together(module: nn.Module) -> bool:
-    """Return whether a layer is a weight in all of its uses, which may be of several kinds."""
-    kind = kinds.find(module)
-    return kind is not None and kind.by_weight
 
 
 def why_not_supported(module: nn.Module) -> str:
@@ -189,7 +183,7 @@ def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> Tensor | bool:
-    """Return whether an output is W φ + b of its input, in its first and last row, or along the edges.
+    """Return whether an output is W φ + b of its input, in its first and last row, image or bag.
 
     If entries are compared, the result is a tensor (), for which the host has not waited.
     """
@@ -203,15 +197,23 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
         output = output.narrow(kind.class_dim, start, len(weight))
     if output.numel() == 0:
         return True
+    inputs, output = inputs.detach(), output.detach()
+    if kind.class_dim == -1 and inputs.shape[:-1] == output.shape[:-1]:  # each row of one is of a row of the other
+        inputs, output = inputs.flatten(0, -2), output.flatten(0, -2)
+    inputs, output = inputs[[0, -1]], output[[0, -1]]
+    coefficients = None if coefficients is None else coefficients[[0, -1]]
     with full_precision(inputs):
-        expected, output = kind.at_ends(inputs.detach(), output.detach(), weight, coefficients)
-        expected = expected.movedim(kind.class_dim, -1)
-        expected = promoted(expected) + (0 if bias is None else promoted(bias))
+        found = kind.recomputed(inputs, weight, output, coefficients)
+        expected = promoted(_features_last(kind, found)) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
     size = expected.nan_to_num(0, 0, 0).abs().amax()
-    output = output.movedim(kind.class_dim, -1).to(expected.dtype)
-    off = (output - expected).abs()
+    off = (_features_last(kind, output).to(expected.dtype) - expected).abs()
     return ((off <= tolerance * (expected.abs() + size)) | ~expected.isfinite()).all()
+
+
+def _features_last(kind: Linear, output: Tensor) -> Tensor:
+    """Return an output with its features in one dimension, the last."""
+    return output.movedim(1, -1) if kind.class_dim == 1 else output.flatten(-kind.row_dims)
 
 
 def check_measurable(name: str, module: nn.Module) -> None:
@@ -247,7 +249,7 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
 
 def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
     """Return notes for the reader of a layer's value if its weight is tied."""
-    others, functions = uses.ties(model, layer), outside.of(layer)
+    others, functions = uses.ties(model, layer), uses.elsewhere(layer)
     notes = [f"weight tied with {', '.join(others)}: derivative through this use only"] if others else []
     if functions:
         notes.append(f"weight used in {functions} outside of the layer too: derivative through the layer's calls only")

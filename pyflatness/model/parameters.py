@@ -1,7 +1,7 @@
 """Run a model at other parameters than its own, which are restored also after an error."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,20 @@ def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameter
 def displaced(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
     """Return θ + spread(θ) · noise, in the dtype of each tensor."""
     return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
+
+
+@contextlib.contextmanager
+def requiring(tensors: Iterable[Tensor], *, flag: bool) -> Iterator[list[Tensor]]:
+    """Set ``requires_grad`` of tensors that can be leaves of a graph, inside the context; yield these tensors."""
+    leaves = [t for t in tensors if t.is_leaf and (t.is_floating_point() or t.is_complex()) and not t.is_inference()]
+    before = [leaf.requires_grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.requires_grad_(flag)
+        yield leaves
+    finally:
+        for leaf, own in zip(leaves, before, strict=True):
+            leaf.requires_grad_(own)
 
 
 @contextlib.contextmanager

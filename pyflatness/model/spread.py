@@ -4,9 +4,8 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,11 +22,18 @@ WHOLE = (
 
 @dataclass(frozen=True)
 class Part:
-    """Hold a parameter that is spread over ranks."""
+    """Hold a parameter that is spread over ranks: a DTensor, with which modules compute in tensor parallelism."""
 
-    spread: Tensor  # the DTensor
-    whole: Callable[[], Tensor]  # returns all of its entries
-    used: Callable[[], Tensor | None]  # returns the tensor with which modules compute, or None before the first run
+    spread: Any
+
+    def whole(self) -> Tensor:
+        """Return all of its entries."""
+        return full(self.spread.detach())
+
+    def used(self) -> Tensor | None:
+        """Return the tensor with which modules compute; None before the first run."""
+        found: Tensor = self.spread
+        return found
 
 
 # These are for the model inside held(); calls of several threads take turns.
@@ -155,17 +161,9 @@ def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
                 f"model: its parameter {name!r} is spread over {given.device_mesh}, of several dimensions; {WHOLE}"
             )
         check_processes(name, given, ranks, "the same data")
-        parts[id(parameter)] = Part(parameter, partial(_whole, parameter), partial(_itself, parameter))
+        parts[id(parameter)] = Part(parameter)
     if not parts:
         yield
         return
     with held(model, parts, ranks):
         yield
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return full(parameter.detach())
-
-
-def _itself(parameter: Tensor) -> Tensor:
-    return parameter

@@ -121,7 +121,7 @@ class Found:
         self._stance = self._compiler and self._compiler._stance
         self._attention = [enabled() for enabled, _ in _ATTENTION]
         self._level = private.forward_ad_level()
-        self._thread = threading.get_ident(), torch.is_grad_enabled(), private.transforms(), {**calling.now}
+        self._thread = threading.get_ident(), torch.is_grad_enabled(), private.transforms(), {**vars(calling.now)}
         _inside.append(self)
 
     def kept(self) -> list[str]:
@@ -148,7 +148,7 @@ class Found:
             with contextlib.suppress(RuntimeError):  # torch has left the level without a note of that
                 forward_ad.exit_dual_level(level=level)
             private.set_forward_ad_level(level - 1)
-        calling.now.update(flags)
+        vars(calling.now).update(flags)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
         if self._compiler:
             self._compiler._set_stance(self._stance)

@@ -13,7 +13,6 @@ import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .. import private
-from ..model import calling, layers, spread, state, uses, walk
+from ..model import calling, layers, parameters, spread, state, uses, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
@@ -48,28 +47,64 @@ class Account:
 
 
 class Accounting:
-    """Run a model with the layers' weights in the graph, recorded, and account for their uses."""
+    """Run a model with the layers' weights in the graph, recorded, and account for their uses.
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], recorder: Recorder) -> None:
+    A weight is a leaf of autograd's graph, or is computed from leaves. A weight that several modules share gets a leaf
+    for each layer, since a value is of this layer's use alone. The leaf of a weight that is spread over ranks is the
+    tensor that it is gathered in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        recorder: Recorder,
+        batch: Any,
+        forward: calling.Forward | None,
+    ) -> None:
         self._model, self._modules, self._recorder = model, modules, recorder
-        owners = spread.owners()
+        self._batch, self._forward = batch, forward
+        places, owners = uses.places(model), spread.owners()
         found = ((vector, owners.get(id(vector), vector)) for vector in candidates.may_be_flat_weights(model))
         self._vectors = {vector: leaf for vector, owner in found if (leaf := spread.used(owner)) is not None}
-        self._leaves = _Leaves(model, modules, self._vectors)
+        self._required = [part for pair in self._vectors.items() for part in pair]
+        self._are_shared = False  # whether weights spread over ranks are shared, without leaves of their own
+        self._are_computed = False  # whether weights are computed from the leaves
+        self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
+        self._leaves: dict[str, list[Tensor]] = {name: [] for name in modules}
+        for name, module in modules.items():
+            if isinstance(module, Use):  # its parameter is the leaf
+                self._are_computed |= module.source.effective
+                continue
+            parts = walk.modules(module)
+            self._are_computed |= len(parts) > 1
+            for part in parts:
+                for key, parameter in part._parameters.items():
+                    if parameter is None or key == "bias" or not _is_real(parameter):
+                        continue
+                    is_shared, owner = len(places.get((part, key), ())) > 1, owners.get(id(parameter), parameter)
+                    leaf = spread.used(owner)
+                    if leaf is None or (is_shared and spread.is_held()):  # FSDP puts one tensor in all places
+                        self._are_shared |= is_shared
+                        continue
+                    if is_shared:
+                        leaf = _twin(parameter)
+                        self._places.append((part, key, parameter, leaf))
+                    self._required += {leaf, owner}
+                    self._leaves[name].append(leaf)
 
-    def run(self, batch: Any, forward: calling.Forward | None, samples: int) -> Tensor:
-        """Return the model's outputs, with their graph; the recorder has the calls."""
-        recorder, leaves = self._recorder, self._leaves
-        watch, detached = _Functions(leaves.of_layers, recorder), Detached()
-        with calling.accounting(), recorder.recording(samples, checking=True), leaves.in_place(), _quiet():
-            with state.made_anew(self._model), calling.watched_by(watch, detached):
-                outputs, _ = calling.run(self._model, batch, forward)
-            self._nodes = leaves.nodes(recorder.calls)
+    def run(self, samples: int) -> Tensor:
+        """Return the outputs for the batch, which has so many samples, with their graph; the recorder has the calls."""
+        recorder = self._recorder
+        self._watch, self._detached = _Functions(self._leaves, recorder), Detached()
+        with recorder.recording(samples, checking=True), self._in_graph():
+            with calling.watched_by(self._watch, self._detached):
+                outputs, _ = calling.run(self._model, self._batch, self._forward)
+            self._nodes = self._nodes_of(recorder.calls)
             self._of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in self._vectors.items()]
-        self._watch, self._detached = watch, detached
         return outputs
 
-    def account(self, outputs: Tensor, batch: Any, forward: calling.Forward | None) -> Account:
+    def account(self, outputs: Tensor) -> Account:
         """Return what the last run showed."""
         recorder, watch, nodes = self._recorder, self._watch, self._nodes
         reached = _reached(outputs, recorder)
@@ -77,7 +112,7 @@ class Accounting:
         elsewhere = {name: ", ".join(watch.functions[name]) for name in unaccounted if watch.functions[name]}
         differentiated = {name for name in unaccounted if watch.differentiates or name not in elsewhere}
         if differentiated and not spread.is_held():
-            others, own = self._without_calls(differentiated, batch, forward)
+            others, own = self._without_calls(differentiated)
             for name in differentiated:
                 functions = elsewhere.pop(name, "a function that torch did not write")
                 if not own[name].isdisjoint(others):
@@ -86,116 +121,53 @@ class Accounting:
         flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
         ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
         doubts = {
-            SHARED: self._leaves.are_shared,
-            TAKEN_AS_CONSTANT: self._detached.is_cut(outputs, partial(self._again, batch, forward)),
-            linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
+            SHARED: self._are_shared,
+            TAKEN_AS_CONSTANT: self._detached.is_cut(outputs, self._again),
+            linearity.TAKEN_AS_THEY_ARE: ends and linearity.with_custom_functions(linearity.users_of(outputs), ends),
         }
         why = tuple(doubt for doubt, holds in doubts.items() if holds)
         stand_ins = (module.source.nodes for module in self._modules.values() if isinstance(module, Use))
-        is_partial = self._leaves.are_computed or not all(map(reached.keys().isdisjoint, stand_ins))
+        is_partial = self._are_computed or not all(map(reached.keys().isdisjoint, stand_ins))
         return Account(frozenset(differentiated), elsewhere, flat, why, bool(is_partial or differentiated))
 
-    def _again(self, batch: Any, forward: calling.Forward | None) -> Tensor:
-        with self._once_more():
-            return calling.run(self._model, batch, forward)[0]
+    def _again(self) -> Tensor:
+        with calling.aside(), torch.enable_grad(), self._in_graph():
+            return calling.run(self._model, self._batch, self._forward)[0]
 
-    def _without_calls(
-        self, names: Collection[str], batch: Any, forward: calling.Forward | None
-    ) -> tuple[Collection[Node], Mapping[str, set[Node]]]:
+    def _without_calls(self, names: Collection[str]) -> tuple[Collection[Node], Mapping[str, set[Node]]]:
         """Return the graph if calls of some layers have leaves of their own, and the nodes of the layers' weights."""
-        with self._once_more(), _with_other_weights([self._modules[name] for name in names]):
-            outputs, _ = calling.run(self._model, batch, forward)
-            return linearity.users_of(outputs), self._leaves.nodes(names)
+        with calling.aside(), torch.enable_grad(), self._in_graph(), contextlib.ExitStack() as stack:
+            for module in map(self._modules.__getitem__, names):
+                own = layers.with_weight(module, lambda weight: weight.detach().requires_grad_())
+                stack.enter_context(calling.replaced_forward(module, own))
+            outputs, _ = calling.run(self._model, self._batch, self._forward)
+            return linearity.users_of(outputs), self._nodes_of(names)
 
     @contextlib.contextmanager
-    def _once_more(self) -> Iterator[None]:
-        """Prepare for a further run of the model inside, with the weights in the graph; the recorded calls stay."""
+    def _in_graph(self) -> Iterator[None]:
+        """Have the weights in the graph of runs inside: put leaves in their places, which require gradients."""
         with (
             calling.accounting(),
-            self._recorder.paused(),
-            self._leaves.in_place(),
+            parameters.requiring(self._required, flag=True),
             state.made_anew(self._model),
-            torch.enable_grad(),
-            _quiet(),
+            warnings.catch_warnings(),
         ):
-            yield
+            # Torch warns of numbers taken out of weights, which may require gradients only here.
+            warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True to a scalar")
+            try:
+                for part, key, _, leaf in self._places:
+                    part._parameters[key] = leaf  # type: ignore[assignment]
+                yield
+            finally:
+                for part, key, parameter, leaf in self._places:
+                    if part._parameters.get(key) is leaf:  # otherwise the forward pass has put another one there
+                        part._parameters[key] = parameter  # type: ignore[assignment]
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warning about numbers taken out of weights, which may require gradients only here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True to a scalar")
-        yield
-
-
-@contextlib.contextmanager
-def _with_other_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Give calls of some layers, and derivatives of these calls, leaves of their own in graphs built inside."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            forward = layers.with_weight(module, lambda weight: weight.detach().requires_grad_())
-            stack.enter_context(calling.replaced_forward(module, forward))
-        yield
-
-
-class _Leaves:
-    """Hold the leaves of autograd's graph that layers' weights are, or are computed from, and other parameters.
-
-    A weight that several modules share gets a leaf for each layer, since a value is of this layer's use alone. The leaf
-    of a weight that is spread over ranks is the tensor that it is gathered in.
-    """
-
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Mapping[Tensor, Tensor]) -> None:
-        places, owners = uses.places(model), spread.owners()
-        self._modules, self._required = modules, [part for pair in others.items() for part in pair]
-        self.are_shared = False  # whether weights spread over ranks are shared, without leaves of their own
-        self.are_computed = False  # whether weights are computed from the leaves
-        self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
-        self.of_layers: dict[str, list[Tensor]] = {name: [] for name in modules}
-        for name, module in modules.items():
-            if isinstance(module, Use):  # its parameter is the leaf
-                self.are_computed |= module.source.effective
-                continue
-            parts = walk.modules(module)
-            self.are_computed |= len(parts) > 1
-            for part in parts:
-                for key, parameter in part._parameters.items():
-                    if parameter is None or key == "bias" or not _is_real(parameter):
-                        continue
-                    is_shared, owner = len(places.get((part, key), ())) > 1, owners.get(id(parameter), parameter)
-                    leaf = spread.used(owner)
-                    if leaf is None or (is_shared and spread.is_held()):  # FSDP puts one tensor in all places
-                        self.are_shared |= is_shared
-                        continue
-                    if is_shared:
-                        leaf = _twin(parameter)
-                        self._places.append((part, key, parameter, leaf))
-                    self._required += {leaf, owner}
-                    self.of_layers[name].append(leaf)
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Put the leaves in the places of the parameters, and have them require gradients, inside."""
-        flags = [parameter.requires_grad for parameter in self._required]
-        try:
-            for part, key, _, leaf in self._places:
-                part._parameters[key] = leaf  # type: ignore[assignment]
-            for parameter in self._required:
-                parameter.requires_grad_()
-            yield
-        finally:
-            for part, key, parameter, leaf in self._places:
-                if part._parameters.get(key) is leaf:  # otherwise the forward pass has put another one there
-                    part._parameters[key] = parameter  # type: ignore[assignment]
-            for parameter, flag in zip(self._required, flags, strict=True):
-                parameter.requires_grad_(flag)
-
-    def nodes(self, names: Collection[str]) -> dict[str, set[Node]]:
-        """Return the nodes of some layers' weights in autograd's graph; called inside :meth:`in_place`."""
+    def _nodes_of(self, names: Collection[str]) -> dict[str, set[Node]]:
+        """Return the nodes of some layers' weights in autograd's graph; called inside :meth:`_in_graph`."""
         return {
             name: module.source.nodes if isinstance(module, Use) else {get_gradient_edge(leaf).node for leaf in leaves}
-            for (name, module), leaves in zip(self._modules.items(), self.of_layers.values(), strict=True)
+            for (name, module), leaves in zip(self._modules.items(), self._leaves.values(), strict=True)
             if name in names
         }
 

@@ -49,7 +49,7 @@ class CutBatches:
         if samples <= max(_FEW, self._cuts.largest):
             yield batch
             return
-        for place in self._cuts.places(samples, samples):
+        for place in self._cuts.places(samples):
             place.done = True
             yield data.part(batch, place.start, place.stop)
 

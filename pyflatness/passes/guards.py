@@ -33,6 +33,7 @@ from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state, walk
 from ..model.generators import Randomness, outside
 from ..model.outputs import meant
+from ..model.parameters import requiring
 from .linearity import users_of
 
 TAKEN_AS_CONSTANT = (
@@ -59,14 +60,18 @@ RENORMED = (
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
 _AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose values are not read
-_OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
+_LARGER = 1 + 2**-6  # changes bfloat16 numbers too, and comparisons seldom
 
 
 class Detached(calling.Watcher):
-    """Watch one forward pass; see :meth:`doubts`. ``doubt`` is called if hooks of it change gradients."""
+    """Watch one forward pass; see :meth:`doubts`. ``doubt`` is called if hooks of it change gradients.
 
-    def __init__(self, doubt: Callable[[str], None] | None = None) -> None:
-        self._doubt = doubt
+    With ``nudges`` numbers that are taken out of tensors with a graph are a little larger, to see whether outputs
+    depend on them.
+    """
+
+    def __init__(self, doubt: Callable[[str], None] | None = None, *, nudges: bool = False) -> None:
+        self._doubt, self._nudges = doubt, nudges
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
         self._versions: dict[int, int] = {}  # of these
         # Memory of these; False if tensors with a graph share it, so that only those without one are followed by it.
@@ -90,10 +95,10 @@ class Detached(calling.Watcher):
         reached = self.reaches(outputs)
         if reached or not self.is_lost:
             return reached
-        watched, same = Detached(), False
+        watched, same = Detached(nudges=True), False
         with interrupts.suppressed():  # of a model that does not run on a few samples
             before = again()
-            with calling.watched_by(watched), _Nudged(watched):
+            with calling.watched_by(watched):
                 same = torch.allclose(before, again(), rtol=0, atol=0, equal_nan=True)
         return not (same and watched.is_lost)
 
@@ -106,7 +111,7 @@ class Detached(calling.Watcher):
 
     def loses(self, name: str, args: Sequence[Any]) -> bool:
         """Return whether an operation takes a number out of a tensor that is followed or has a graph."""
-        if name not in _OUT_OF_TORCH or not (args[0].is_floating_point() or args[0].is_complex()):
+        if name not in calling.OUT_OF_TORCH or not (args[0].is_floating_point() or args[0].is_complex()):
             return False
         return args[0].requires_grad or self.reaches(args[0])
 
@@ -115,6 +120,9 @@ class Detached(calling.Watcher):
         self._had_graph = name == "detach_" and any(tensor.requires_grad for tensor in _tensors(args))
         if name == "register_hook" and self._doubt is not None and _is_user_s(args[1]):
             return args[0], self._noting(args[1])
+        if self._nudges and self.loses(name, args):
+            self.is_lost = True
+            return args[0].detach() * _LARGER, *args[1:]
         return args
 
     def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -127,7 +135,7 @@ class Detached(calling.Watcher):
                 self._of_operations[RENORMED] = None
         if name == "_set_grad_enabled":
             self._recording = args[0]
-        elif name in _OUT_OF_TORCH:
+        elif name in calling.OUT_OF_TORCH:
             self.is_lost |= self.loses(name, args)
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
@@ -194,24 +202,6 @@ class Detached(calling.Watcher):
         if torch.is_grad_enabled() or tensor.is_inference():
             return not tensor.requires_grad
         return not self._recording
-
-
-_LARGER = 1 + 2**-6  # changes bfloat16 numbers too, and comparisons seldom
-
-
-class _Nudged(calling.Mode):
-    """Increase numbers taken out of tensors with a graph a little, to see whether outputs depend on them."""
-
-    def __init__(self, detached: Detached) -> None:
-        super().__init__()
-        self._detached = detached
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._detached.loses(getattr(func, "__name__", ""), args):
-            args = args[0].detach() * _LARGER, *args[1:]
-        return func(*args, **(kwargs or {}))
 
 
 def _is_user_s(hook: Any) -> bool:
@@ -304,7 +294,7 @@ def _by_model() -> bool:
     return not frame.f_globals.get("__name__", "").startswith("pyflatness.")
 
 
-_TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
+_TO_PYTHON = {"__bool__", "__int__", "__index__", *calling.OUT_OF_TORCH}
 
 
 def check_of_user(error: Exception) -> None:
@@ -449,7 +439,7 @@ class Checked:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
-        if calling.is_dry_run():
+        if calling.now.dry:
             before = self._random.states()
             outputs, targets = self._run(model, batch)
             if not (self._has_run or self._random.states() != before):
@@ -502,25 +492,21 @@ class Checked:
         return ", ".join(sorted(kinds)).replace("torch.", "")
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Run a batch, and count its samples if it is not cut."""
-        outputs, targets = self._run_or_copy(model, batch)
-        if isinstance(batch, data.Whole):
-            batch.counted = len(outputs) if outputs.ndim else 0
-        return outputs, targets
+        """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether.
 
-    def _run_or_copy(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
+        Samples of a batch that is not cut are counted.
+        """
         given = batch if self._changes_inputs is False else data.copied(batch)
         before = _marks(given)
-        if self._looks and calling.is_dry_run():
+        if self._looks and calling.now.dry:
             self._looks -= 1
             # A later pass may raise, and then only this one shows what is drawn.
             decisions = Decisions()
             with calling.watched_by(decisions), self._random.watched():
-                result = self._run_on(model, given)
+                outputs, targets = self._run_on(model, given)
             self.decides |= decisions.seen
         else:
-            result = self._run_on(model, given)
+            outputs, targets = self._run_on(model, given)
         marks = _marks(given) if given is batch or self._changes_inputs is None else before
         if self._changes_inputs is None:
             changed = [version for version, _ in marks] != [version for version, _ in before]
@@ -532,7 +518,9 @@ class Checked:
                 f"model: it changes its inputs in place on the batch {data.description(batch)}, which is changed now, "
                 "and did not on those before; have it work on a copy, x = x.clone()"
             )
-        return result
+        if isinstance(batch, data.Whole):
+            batch.counted = len(outputs) if outputs.ndim else 0
+        return outputs, targets
 
     def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
@@ -578,7 +566,7 @@ class Checked:
             outputs, targets = run(batch)
 
         def again() -> Tensor:
-            with calling.aside(), calling.accounting(), self._random.watched(), _in_graph(self._parameters):
+            with calling.aside(), calling.accounting(), self._random.watched(), requiring(self._parameters, flag=True):
                 return run(data.first(batch, min(2, data.size(batch))))[0]
 
         for doubt in detached.doubts(outputs, again):
@@ -659,19 +647,6 @@ class Checked:
         self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
-
-
-@contextlib.contextmanager
-def _in_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Have all parameters require gradients inside."""
-    frozen = [one for one in parameters if one.is_floating_point() and not (one.requires_grad or one.is_inference())]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_()
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:

@@ -76,8 +76,8 @@ def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[st
         found[last] = torch.arange(samples, device=outputs.device)
     while stack:
         node = stack.pop()  # all users of its result have been visited
-        rows, own = _rows(node), found[node]
-        own = None if own is None or rows != len(own) else own
+        own = found[node]
+        own = None if own is None or graph.shape(node, 0)[:1] != own.shape else own
         of_sources = {} if own is None else _owners_of_sources(node, own, users)
         for place, (source, number) in enumerate(node.next_functions):
             if source is None or source not in users:
@@ -152,11 +152,6 @@ def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
         return None
     united = torch.where(one < 0, other, one)
     return united if united.equal(torch.where(other < 0, one, other)) else None
-
-
-def _rows(node: Node) -> int:
-    """Return how many rows an operation's first result has in dimension 0."""
-    return next(iter(graph.shape(node, 0)), 0)
 
 
 def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:

@@ -9,8 +9,9 @@ from ..errors import InputError
 from ..model import calling, data, layers, uses
 from ..model.selectors import Selection
 from ..model.uses import Use
-from . import batch_layout, dry_run, linearity
+from . import batch_layout, linearity
 from .batch_layout import Layout
+from .dry_run import DryRuns, Findings, layouts_of, narrow
 from .recorder import Recorder
 
 
@@ -29,14 +30,15 @@ class KnownLayers:
         *,
         order_matters: bool,
     ) -> None:
-        self._model, self._recorder, self._forward = model, recorder, forward
+        self._model, self._recorder = model, recorder
+        self._dry_runs = DryRuns(model, selection.modules, recorder, forward)
         self._selected, self._named, self._optional = selection.modules, selection.named, selection.optional
         self._order_matters = order_matters
         self._samples = 0  # of the largest dry run
         self._layouts: dict[str, tuple[Layout, ...]] = {}
         self._relied_on: set[str] = set()  # layers whose layout already gave a value
         self._idle: dict[str, frozenset[int]] = {}  # numbers of calls that the outputs do not depend on
-        self._detached: set[str] = set()  # ran, but are left out: without a path, mixed, …
+        self.left_out: set[str] = set()  # ran, but are left out: without a path, mixed, …
         self._elsewhere: set[str] = set()  # layers that ran on other ranks
         self.unseen: set[str] = set()
 
@@ -45,11 +47,6 @@ class KnownLayers:
         """Return the chosen layers that ran, in the model's order."""
         ran = self._layouts.keys() | self._elsewhere
         return {name: module for name, module in self._selected.items() if name in ran}
-
-    @property
-    def left_out(self) -> set[str]:
-        """Return the layers that ran but are left out."""
-        return self._detached
 
     def unite(self, ran: Collection[str], left_out: Collection[str]) -> None:
         """Merge the layers that ran on some rank, and those that some rank leaves out."""
@@ -69,8 +66,26 @@ class KnownLayers:
         """Return whether a batch needs no dry run."""
         return self._samples > 1 or (self._samples == 1 and data.size(batch) == 1)
 
-    def add(self, found: dry_run.Findings, *, first: bool) -> None:
-        """Register the findings of a dry run; if it is the ``first`` of a batch, named layers have to have run."""
+    def look(self, batch: Any, *, first: bool) -> Findings:
+        """Return the findings of a dry run of a batch: of some samples the ``first`` time, and then of all.
+
+        Stand-ins that it shows to be invalid are left out, and the first time the named layers have to run.
+        """
+        if data.size(batch) < 1:
+            raise InputError(
+                f"data: a batch of type {type(batch).__name__} holds no tensor with samples in dimension 0"
+            )
+        while True:
+            try:
+                found = self._dry_runs.run(batch, whole=not first)
+                break
+            except InputError as error:
+                self._leave_out_for(error)
+        self._add(found, first=first)
+        return found
+
+    def _add(self, found: Findings, *, first: bool) -> None:
+        """Register the findings of a dry run."""
         self._leave_out_transformed()
         if self.unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self.unseen)))
@@ -90,14 +105,14 @@ class KnownLayers:
             layers.check_measurable(name, self._selected[name])
         known = self._layouts if self._samples > 1 else {}
         layouts = {**self._layouts, **found.layouts, **known}
-        self._layouts = {name: kept for name, kept in layouts.items() if name not in self._detached}
+        self._layouts = {name: kept for name, kept in layouts.items() if name not in self.left_out}
         self._samples = max(self._samples, found.samples)
 
     def finish(self) -> None:
         """Register the end of the data; raise if a named layer, or every layer, did not run."""
         if not self._samples:
             return
-        ran = self._layouts.keys() | self._detached | self._elsewhere
+        ran = self._layouts.keys() | self.left_out | self._elsewhere
         self._check_ran(ran)
         for name in self._selected.keys() - ran:
             others = uses.ties(self._model, self._selected[name])
@@ -108,12 +123,12 @@ class KnownLayers:
     def _leave_out(self, name: str, why: str) -> None:
         """Leave a layer out from now on."""
         uses.leave_out(self._model, self._selected[name], why)
-        self._detached.add(name)
+        self.left_out.add(name)
         self._layouts.pop(name, None)
 
     def _leave_out_transformed(self) -> None:
         """Leave out the layers that were called inside of a transform of ``torch.func``."""
-        for name in self._recorder.transformed - self._detached:
+        for name in self._recorder.transformed - self.left_out:
             why = "it is called inside of torch.func.vmap (or grad, jvp) or dual_level, where it cannot be observed"
             if name in self._named | self._relied_on or self._selected.keys() <= self._recorder.transformed:
                 advice = (
@@ -131,7 +146,7 @@ class KnownLayers:
     def note_unseen(self) -> None:
         """Find layers that are new in the recorded calls, and drop the calls of layers that are left out."""
         self._leave_out_transformed()
-        for name in self._detached:
+        for name in self.left_out:
             self._recorder.calls.pop(name, None)
         self.unseen = self._recorder.calls.keys() - self._layouts.keys()
 
@@ -147,7 +162,7 @@ class KnownLayers:
         unreached = linearity.unreached(outputs, users, self._recorder.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
         for name, calls in new.items():
-            if not dry_run.matters(self._model, self._selected[name], calls, batch, self._forward):
+            if not self._dry_runs.matters(name, calls, batch):
                 self._idle[name] = self._idle.get(name, frozenset()) | calls
             elif name in self._named or name in self._relied_on or len(self._layouts) == 1:
                 raise InputError(
@@ -161,7 +176,7 @@ class KnownLayers:
                 )
         return bool(new)
 
-    def leave_out(self, error: InputError) -> None:
+    def _leave_out_for(self, error: InputError) -> None:
         """Leave out the stand-ins that an error is about if other layers can be measured; otherwise raise the error."""
         reasons = uses.with_siblings(self._selected, error.layers)
         for name in reasons or {"": ""}:
@@ -175,11 +190,11 @@ class KnownLayers:
             self._leave_out(name, why)
 
     def find_otherwise_used(self, users: linearity.Users) -> bool:
-        """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`."""
+        """Return whether stand-ins were left out just now, see :meth:`.DryRuns.check_uses`."""
         try:
-            dry_run.check_uses(self._selected, self._recorder, users)
+            self._dry_runs.check_uses(users)
         except InputError as error:
-            self.leave_out(error)
+            self._leave_out_for(error)
             return True
         return False
 
@@ -190,8 +205,8 @@ class KnownLayers:
         """
         made = self._recorder.calls
         if whole:
-            possible = dry_run.layouts_of(self._recorder, samples, whole=True)
-            self._layouts |= dry_run.narrow(outputs, users, self._recorder, possible, samples)
+            possible = layouts_of(self._recorder, samples, whole=True)
+            self._layouts |= narrow(outputs, users, self._recorder, possible, samples)
             return
         gathered = len(outputs) != samples or self._order_matters
         doubtful = {
@@ -205,7 +220,7 @@ class KnownLayers:
                 or any(call.output.shape[layouts[0].dim] != samples for call in made[name])
             )
         }
-        for name, layouts in dry_run.narrow(outputs, users, self._recorder, doubtful, samples).items():
+        for name, layouts in narrow(outputs, users, self._recorder, doubtful, samples).items():
             if name in self._relied_on and layouts[0] != self._layouts[name][0]:
                 raise batch_layout.mixed(name, made[name][0].output.shape, samples)
             self._layouts[name] = layouts

@@ -47,6 +47,8 @@ class LayerForm:
         self.weight_bytes = weight.numel() * weight.element_size()
         self._dense = options.conv == "affine" and kind.space > 0
         self.pointwise = not self._dense and layers.is_pointwise(module)  # every position times the whole weight
+        # How many columns of the weight belong to one input channel.
+        self.kernel_elements = 1 if self._dense else kind.geometry.kernel_elements
         if self._dense:
             spread.refuse("conv='affine'", "pass conv='filter', or ")
         self._memory = Budget(options.memory, device=weight.device).buffers
@@ -119,11 +121,6 @@ class LayerForm:
         columns = normalize.of_columns(self._module, self._scale)
         scaled: Tensor = promoted(weight) * columns.to(promoted_dtype(weight.dtype))
         return scaled
-
-    @property
-    def kernel_elements(self) -> int:
-        """Return how many columns of the weight belong to one input channel."""
-        return 1 if self._dense else self._kind.geometry.kernel_elements
 
     def inputs(self, run: Run, memory: Memory | None = None) -> list[Tensor]:
         """Return φ of all calls in the common form; a copy of a single call's goes into ``memory``."""

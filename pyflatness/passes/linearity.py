@@ -8,7 +8,6 @@ second derivatives are taken at every sample. If a layer is called on its own ou
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,17 +101,17 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     """
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)
-    reading = read(users, edges)
     found = {name: RECURRENT for name, made in calls.items() if len(made) > 1 and feeds_itself(made)}
-    found |= dict.fromkeys(reading.custom, CUSTOM)
-    rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
+    found |= dict.fromkeys(with_custom_functions(users, edges), CUSTOM)
+    certain = proven(users, edges)
+    rest = {name: edges[name] for name in edges if name not in certain | found.keys()}
     if rest and spread.is_held():  # weights are gathered in first backward passes only
         return found | dict.fromkeys(rest, NONLINEAR)
     if rest:
         random = NormalVectors()
         gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
         moving = _changing(rest, gradients, list(rest), random, _is_change)
-        alone = read(users, {name: rest[name] for name in moving}, alone=True).proven if len(rest) > 1 else ()
+        alone = proven(users, {name: rest[name] for name in moving}, alone=True) if len(rest) > 1 else ()
         found |= dict.fromkeys(moving.difference(alone), NONLINEAR)
     return found
 
@@ -124,9 +123,10 @@ def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[
     As in :func:`nonlinear_layers`, second derivatives have to vanish exactly if the graph does not prove it.
     """
     edges = {name: [get_gradient_edge(leaf)] for name, leaf in leaves.items()}
-    reading = read(users_of(outputs), edges, alone=True)
-    found = dict.fromkeys(reading.custom, CUSTOM)
-    rest = [name for name in leaves if name not in reading.proven | found.keys()]
+    users = users_of(outputs)
+    found = dict.fromkeys(with_custom_functions(users, edges), CUSTOM)
+    certain = proven(users, edges, alone=True)
+    rest = [name for name in leaves if name not in certain | found.keys()]
     if rest:
         random = NormalVectors()
         first = torch.autograd.grad(
@@ -137,33 +137,32 @@ def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[
     return found
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Hold what autograd's graph shows about layers, or about parameters."""
-
-    proven: frozenset[str]  # f is piecewise linear in their outputs, or in the parameters
-    custom: frozenset[str]  # there is a custom autograd function behind them, whose second derivative may be missing
-
-
 def edges_of(calls: Calls) -> Edges:
     """Return the gradient edges of layers' outputs, one for each call."""
     return {name: [call.edge for call in made] for name, made in calls.items()}
 
 
-def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
-    """Return what the names of the graph's nodes show about operations behind each layer's calls, or each parameter.
+def proven(users: Users, edges: Edges, *, alone: bool = False) -> set[str]:
+    """Return the layers, or parameters, in which the graph's operations prove that f is piecewise linear.
 
     If each is varied ``alone``, an operation has to be linear only in the inputs that depend on its edges.
     """
-    takers = {user for several in users.values() for user in several}
     nodes = {name: {edge.node for edge in starts} for name, starts in edges.items()}
-    custom = _in_front([node for node in takers if not _is_of_torch(node)])
     if alone:
-        proven = {name for name, starts in nodes.items() if _is_proven_alone(starts, users)}
-    else:
-        smooth = _in_front([node for node in takers if not _is_piecewise(node)])
-        proven = {name for name, starts in nodes.items() if smooth.isdisjoint(starts)}
-    return Reading(frozenset(proven), frozenset(n for n, starts in nodes.items() if not custom.isdisjoint(starts)))
+        return {name for name, starts in nodes.items() if _is_proven_alone(starts, users)}
+    smooth = _in_front([node for node in _takers(users) if not _is_piecewise(node)])
+    return {name for name, starts in nodes.items() if smooth.isdisjoint(starts)}
+
+
+def with_custom_functions(users: Users, edges: Edges) -> set[str]:
+    """Return the layers, or parameters, with a custom function behind them, whose second derivative may be missing."""
+    custom = _in_front([node for node in _takers(users) if not _is_of_torch(node)])
+    return {name for name, starts in edges.items() if any(edge.node in custom for edge in starts)}
+
+
+def _takers(users: Users) -> set[Node]:
+    """Return the nodes that use the result of another one."""
+    return {user for several in users.values() for user in several}
 
 
 def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozenset[int]]:

@@ -19,7 +19,7 @@ _LEAST_BASES = 4 * _BASES
 _SECOND_ORDER = 3  # memory of a graph with that of its derivatives, about, in units of the graph's
 
 
-@dataclass(frozen=True)
+@dataclass
 class Budget:
     """Divide the bytes of ``memory=`` among the things that a sweep holds at the same time.
 
@@ -49,61 +49,23 @@ class Budget:
     halved: bool = False
     device: torch.device = _CPU
 
+    def __post_init__(self) -> None:
+        self.on_gpu = self.device.type == "cuda"
+        total = self.asked or DEFAULT_MEMORY
+        if self.on_gpu and not self.asked:
+            total = int(torch.cuda.get_device_properties(self.device).total_memory) // 4
+        held_back = total // (2 if total >= _MUCH else 8) if self.on_gpu else min(_HELD_BACK, total // 8)
+        self.buffers = total // 8 if self.on_gpu else min(_BUFFERS, total // 8)
+        self.held_back, self.work = (0, total // 2) if self.halved else (held_back, 0)
+        self.graph = total - self.buffers - self.held_back - self.work
+        self.blocks, self.bases = total, max(_BASES, total)
+        self.least_bases = self.bases if self.asked else max(_LEAST_BASES, total)
+
     @classmethod
     def of(cls, model: nn.Module, asked: int | None, *, halved: bool = False) -> "Budget":
         """Return the budget for work on a model, which is where its first parameter is."""
         first = next(iter(walk.parameters(model)), None)
         return cls(asked, halved, _CPU if first is None else first.device)
-
-    @property
-    def buffers(self) -> int:
-        """Return the bytes for the buffers of contractions."""
-        return self._total // 8 if self.on_gpu else min(_BUFFERS, self._total // 8)
-
-    @property
-    def held_back(self) -> int:
-        """Return the bytes for cotangents that are held back."""
-        if self.halved:
-            return 0
-        if self.on_gpu:
-            return self._total // (2 if self._total >= _MUCH else 8)
-        return min(_HELD_BACK, self._total // 8)
-
-    @property
-    def work(self) -> int:
-        """Return the bytes for working memory."""
-        return self._total // 2 if self.halved else 0
-
-    @property
-    def graph(self) -> int:
-        """Return the bytes for a micro-batch's graph."""
-        return self._total - self.buffers - self.held_back - self.work
-
-    @property
-    def blocks(self) -> int:
-        """Return the bytes for the Hessians of a layer's rows."""
-        return self._total
-
-    @property
-    def bases(self) -> int:
-        """Return the bytes for the bases of Lanczos."""
-        return max(_BASES, self._total)
-
-    @property
-    def least_bases(self) -> int:
-        """Return the bytes for a basis of the fewest vectors that a search needs."""
-        return self.bases if self.asked else max(_LEAST_BASES, self._total)
-
-    @property
-    def _total(self) -> int:
-        if self.asked or not self.on_gpu:
-            return self.asked or DEFAULT_MEMORY
-        return int(torch.cuda.get_device_properties(self.device).total_memory) // 4
-
-    @property
-    def on_gpu(self) -> bool:
-        """Return whether the model is on a GPU."""
-        return self.device.type == "cuda"
 
 
 @dataclass
@@ -145,15 +107,15 @@ class MicroBatches:
         """Halve the sizes, as the memory did not suffice for this many samples."""
         self.largest = samples // 2
 
-    def places(self, samples: int, limit: int, first: Callable[[], int | None] = lambda: None) -> Iterator[Place]:
-        """Yield places of about equal size, at most ``limit``; the first one has at most ``first()`` samples.
+    def places(self, samples: int, first: Callable[[], int | None] = lambda: None) -> Iterator[Place]:
+        """Yield places of about equal size; the first one has at most ``first()`` samples.
 
         The samples of a place that is not done come again, cut by the sizes that are known then.
         """
         start = 0
         while start < samples:
             left = samples - start
-            count = -(-left // min(self.largest, limit))
+            count = -(-left // self.largest)
             size = -(-left // count)
             if start == 0 and self.cuttable:
                 size = min(size, first() or size)

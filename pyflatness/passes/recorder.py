@@ -22,8 +22,9 @@ from .. import private
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread, walk
-from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, only_ours, version
+from ..model.calling import end_transforms, is_transformed, now, only_ours, version
 from ..model.kinds import Linear, is_of_torch
+from ..model.parameters import requiring
 from ..model.uses import Use
 from ..model.uses.experts import Route
 from . import backward
@@ -51,7 +52,8 @@ class Recorder:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules, self._active, self._checking, self._paused = modules, False, False, False
+        self._modules, self._active, self._checking = modules, False, False
+        self.stand_ins = [module for module in modules.values() if isinstance(module, Use)]  # for uses of parameters
         # A stand-in for uses of a weight has the kind of its last call.
         self._kinds = {name: layers.kind_of(module) for name, module in modules.items() if not isinstance(module, Use)}
         self._weights = {name: module._parameters.get("weight") for name, module in modules.items()}
@@ -63,11 +65,6 @@ class Recorder:
         self.empty: set[str] = set()
         self.transformed: set[str] = set()
         self.running: list[str] = []  # the layers whose calls are under way
-
-    @property
-    def stand_ins(self) -> list[Use]:
-        """Return the layers that stand for uses of parameters."""
-        return [module for module in self._modules.values() if isinstance(module, Use)]
 
     @property
     def needs_samples(self) -> bool:
@@ -102,15 +99,6 @@ class Recorder:
             self._check_computed()
         finally:
             self._active = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore calls inside; recorded ones stay."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def gradients(
         self,
@@ -154,7 +142,7 @@ class Recorder:
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.running.append(name)
-            if self._paused or is_aside() or is_transformed((*args, *kwargs.values())):
+            if now.aside or is_transformed((*args, *kwargs.values())):
                 return None
             if self._active and not torch.is_grad_enabled():
                 raise NoGraphError(
@@ -186,7 +174,7 @@ class Recorder:
                 return None
             kind = self._kind(name, module)
             inputs = kind.inputs_of(args, kwargs)
-            if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
+            if now.aside or inputs is None or not isinstance(output, Tensor):
                 return None
             own = with_own_history(output)  # also in a backward pass, see above
             with private.without_functions():
@@ -201,9 +189,7 @@ class Recorder:
                 if self._active and output.numel() == 0:
                     self.empty.add(name)
                 elif self._active:
-                    sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
-                    self._check(name, module, kind, inputs, own, coefficients)
-                    self._take(name, module, kind, inputs, own, coefficients, sources)
+                    self._record(name, module, kind, inputs, own, coefficients, (*args, *kwargs.values()))
             return None if own is output else own
 
         return keep
@@ -215,22 +201,7 @@ class Recorder:
         single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
         return single.expand(self._samples, *single.shape[1:]).contiguous()
 
-    def _check(
-        self, name: str, module: nn.Module, kind: Linear, inputs: Tensor, output: Tensor, coefficients: Tensor | None
-    ) -> None:
-        if inputs.ndim < kind.least_dims:
-            raise InputError(
-                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
-                f"it one, {(1, *inputs.shape)}. If the data are a list of single samples, wrap it: DataLoader(data, "
-                "batch_size=256)"
-            ).about({name: "its input has no dimension for samples"})
-        if self._checking and not (is_of_torch(module) and only_ours()):
-            whole = spread.full(inputs), spread.full(output)
-            self._computed.append((name, module, layers.computes(module, *whole, coefficients)))
-        if self._checking:
-            self._check_weight(name, module)
-
-    def _take(
+    def _record(
         self,
         name: str,
         module: nn.Module,
@@ -238,19 +209,37 @@ class Recorder:
         inputs: Tensor,
         output: Tensor,
         coefficients: Tensor | None,
-        sources: tuple[Node, ...],
+        given: tuple[Any, ...],
     ) -> None:
-        before, inputs = inputs, spread.full(inputs)
-        overwritten = name in self._copied
-        kept = inputs.clone() if overwritten else inputs
-        has_edge = not kind.tokens and not (overwritten and before._is_view())
-        input_edge = get_gradient_edge(before) if has_edge else None
+        """Keep a call, and note whether the layer computes in it as its kind defines."""
+        if inputs.ndim < kind.least_dims:
+            raise InputError(
+                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
+                f"it one, {(1, *inputs.shape)}. If the data are a list of single samples, wrap it: DataLoader(data, "
+                "batch_size=256)"
+            ).about({name: "its input has no dimension for samples"})
+        whole, overwritten = spread.full(inputs), name in self._copied
+        if self._checking:
+            if not (is_of_torch(module) and only_ours()):
+                computed = layers.computes(module, whole, spread.full(output), coefficients)
+                self._computed.append((name, module, computed))
+            self._check_weight(name, module)
+        kept = whole.clone() if overwritten else whole
+        has_edge = not kind.tokens and not (overwritten and inputs._is_view())
         shape = torch.empty_like(output, device="meta", requires_grad=False)
         if spread.is_spread(output):
             shape = torch.empty(output.shape, dtype=output.dtype, device="meta")
-        route = module.route if isinstance(module, Use) else None
-        edge = get_gradient_edge(output)
-        call = RecordedCall(kept, version(kept), edge, input_edge, shape, kind, coefficients, route, sources)
+        call = RecordedCall(
+            kept,
+            version(kept),
+            edge=get_gradient_edge(output),
+            input_edge=get_gradient_edge(inputs) if has_edge else None,
+            output=shape,
+            kind=kind,
+            coefficients=coefficients,
+            route=module.source.route if isinstance(module, Use) else None,
+            sources=_sources(module, given) if now.accounting else (),
+        )
         self.calls.setdefault(name, []).append(call)
 
     def _check_computed(self) -> None:
@@ -285,22 +274,17 @@ def _sources(module: nn.Module, given: tuple[Any, ...]) -> tuple[Node, ...]:
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Have no parameter require a gradient inside; restore the flags afterwards."""
-    flags = [(parameter, parameter.requires_grad) for parameter in (*walk.parameters(model), *spread.parameters())]
-    for parameter, _ in flags:
-        if parameter.is_inference():
-            raise InputError(
-                "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
-            )
-    depth = private.transforms()
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        end_transforms(depth)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+    """Have no parameter require a gradient inside."""
+    held, depth = (*walk.parameters(model), *spread.parameters()), private.transforms()
+    if any(parameter.is_inference() for parameter in held):
+        raise InputError(
+            "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
+        )
+    with requiring(held, flag=False):
+        try:
+            yield
+        finally:
+            end_transforms(depth)
 
 
 def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from ..contractions.layer import Memory
-from ..errors import InputError, NotYetError
+from ..errors import InputError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
-from . import batch_layout, dry_run, guards, linearity
+from . import batch_layout, guards, linearity
 from .batch_layout import Layout
+from .dry_run import Findings
 from .guards import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
 from .limit import Tell
@@ -91,7 +91,7 @@ class Runner:
         order_matters: bool = False,
         by_sample: bool = True,
         certify: bool = True,
-        reserve: Callable[[dry_run.Findings], int] = lambda found: 0,
+        reserve: Callable[[Findings], int] = lambda found: 0,
         inside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         forward: calling.Forward | None = None,
         halved: bool = False,
@@ -157,17 +157,18 @@ class Runner:
             for number, (batch, taken) in enumerate(batches):
                 seen = self._dry_run(batch, first=True)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
-                samples = 1 if isinstance(batch, data.Whole) else data.size(batch)  # that could be cut apart
-                for place in self._micro_batches.places(samples, samples, first if done == 0 else lambda: None):
-                    cut: Callable[[], Any] = partial(_part, batch, place)
+                is_whole = isinstance(batch, data.Whole)
+                samples = 1 if is_whole else data.size(batch)  # that could be cut apart
+                for place in self._micro_batches.places(samples, first if done == 0 else lambda: None):
+                    micro_batch = batch if is_whole else data.part(batch, place.start, place.stop)
                     numbers = partial(self._numbers, taken, done, place)
                     check: Check = guards.unchecked
                     if place.start == 0 and seen is not None:
                         check = partial(_check_as_seen, seen, place.stop)
                     elif place.start == 0 and compare:
-                        check = guards.two_alone(cut(), self._outputs_and_targets)
+                        check = guards.two_alone(micro_batch, self._outputs_and_targets)
                     with contextlib.nullcontext() if chosen is None else calling.dry_run():
-                        result = self._run(cut, number, numbers, work, check)
+                        result = self._run(micro_batch, number, numbers, work, check)
                     if result is not None:
                         place.done = True
                         take(result)
@@ -222,38 +223,35 @@ class Runner:
         self._micro_batches.notes = (*united["notes"],)
 
     def repeat(
-        self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result], take: Callable[[Result], None]
+        self, run: Repeatable, rows: Tensor, work: Callable[[slice, Run], Result], take: Callable[[Result], None]
     ) -> None:
-        """Do ``work`` on further runs of samples, (r,) rows, of a finished run, and pass each result to ``take``.
+        """Do ``work`` on further runs of samples, slices of (r,) rows, of a finished run; pass each result to ``take``.
 
         It is called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
         """
         samples = len(run.numbers)
-        for place in self._micro_batches.places(len(rows), len(rows)):
+        for place in self._micro_batches.places(len(rows)):
             index = rows[place.slice]
-            check = partial(_check_rows, run.outputs, samples, index)
-            doing = partial(_work_on, work, place.slice)
+            check = partial(check_unchanged, data.rows_of(run.outputs, samples, index))
+            numbers = partial(self._numbers, run.numbers[rows], 0, place)
             with calling.dry_run():  # these samples went through the model before
-                batch = partial(data.take, run.batch, index)
-                numbers = partial(self._numbers, run.numbers[rows], 0, place)
-                result = self._run(batch, run.number, numbers, doing, check)
+                result = self._run(data.take(run.batch, index), run.number, numbers, partial(work, place.slice), check)
             if result is not None:
                 place.done = True
                 take(result)
 
     def _run(
         self,
-        cut: Callable[[], Any],
+        micro_batch: Any,
         number: int,
         numbers: Callable[[int], Tensor],
         work: Callable[[Run], Result | None],
         check: Check,
     ) -> Result | None:
         """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples."""
-        micro_batch = cut()
         try:
             # Around the work too: activation checkpointing runs the model again in backward passes.
-            with self._certificate.attention(), calling.differentiated(), _checkpointing(), self._inside():
+            with self._certificate.attention(), calling.differentiated(), self._inside():
                 run = self._recorded(micro_batch, number, numbers, check)
                 if run is not None:
                     return work(run)
@@ -334,17 +332,12 @@ class Runner:
         with calling.dry_run(), torch.enable_grad():
             return self._outputs_and_targets(batch)
 
-    def _dry_run(self, batch: Any, *, first: bool) -> dry_run.Findings | None:
+    def _dry_run(self, batch: Any, *, first: bool) -> Findings | None:
         """Return the findings of a dry run of the ``first`` batch, or one with a new layer; None if not needed."""
         if first and self._known.suffice(batch):
             return None
-        if data.size(batch) < 1:
-            raise InputError(
-                f"data: a batch of type {type(batch).__name__} holds no tensor with samples in dimension 0"
-            )
-        with calling.differentiated(), _checkpointing():
-            found = self._found(batch, whole=not first)
-        self._known.add(found, first=first)
+        with calling.differentiated():
+            found = self._known.look(batch, first=first)
         for why in found.doubts:
             self._checked.doubt(why)
         if found.differentiated:
@@ -355,27 +348,6 @@ class Runner:
             self._micro_batches.plan(found.bytes + self.reserve(found), cuttable=found.cuttable)
         return found
 
-    def _found(self, batch: Any, *, whole: bool) -> dry_run.Findings:
-        """Return the findings of a dry run, after stand-ins that it shows to be invalid were left out."""
-        while True:
-            try:
-                return dry_run.run(self.model, self.selected, self._recorder, batch, self._forward, whole=whole)
-            except InputError as error:
-                self._known.leave_out(error)
-
-
-@contextlib.contextmanager
-def _checkpointing() -> Iterator[None]:
-    """Replace an error of activation checkpointing inside by one that says what to do."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise NotYetError(
-            f"model: its activation checkpointing does not go with this ({str(error)[:120]}…): second derivatives of "
-            "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
-            "things when they are called again; switch checkpointing off to measure"
-        ) from error
-
 
 def _joined(batches: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
     """Return numbered batches joined to one, or as they are if they do not fit together."""
@@ -383,20 +355,6 @@ def _joined(batches: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
     return batches if whole is None else [(whole, torch.cat([numbers for _, numbers in batches]))]
 
 
-def _check_rows(outputs: Tensor, samples: int, rows: Tensor, now: Tensor) -> None:
-    """Raise if the samples at some rows of an earlier run have other outputs now."""
-    check_unchanged(data.rows_of(outputs, samples, rows), now)
-
-
-def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> None:
+def _check_as_seen(found: Findings, samples: int, outputs: Tensor) -> None:
     """Raise if samples of the dry run have other outputs now."""
     check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
-
-
-def _part(batch: Any, place: Place) -> Any:
-    """Return the samples of a batch at a place, or all of one that is not cut."""
-    return batch if isinstance(batch, data.Whole) else data.part(batch, place.start, place.stop)
-
-
-def _work_on(work: Callable[[Run, slice], Result], which: slice, run: Run) -> Result:
-    return work(run, which)

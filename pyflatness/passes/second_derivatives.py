@@ -238,20 +238,24 @@ def _batch_norm(
     return found
 
 
-class _ByOwnBatchNorm(Mode):
-    """Replace F.batch_norm by :func:`_batch_norm` inside."""
+class _Replacing(Mode):
+    """Replace a function inside by another one of the same arguments."""
+
+    def __init__(self, function: Callable[..., Tensor], other: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function, self._other = function, other
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+        return (self._other if func is self._function else func)(*args, **(kwargs or {}))
 
 
 def _normalised(module: Any, in_eval: bool, x: Tensor) -> Tensor:
     """Return the output of a BatchNorm, by the form if that applies."""
     wanted = torch.is_grad_enabled() and (module.training or in_eval)
     own = wanted and not private.are_transforms_active()
-    with _ByOwnBatchNorm() if own else contextlib.nullcontext():
+    with _Replacing(F.batch_norm, _batch_norm) if own else contextlib.nullcontext():
         found: Tensor = type(module).forward(module, x)
     return found
 
@@ -283,17 +287,14 @@ def put_back(modules: Iterable[nn.Module]) -> None:
         module.__dict__.pop("_conv_forward" if isinstance(module, _CLASSES) else "forward", None)
 
 
-class WrittenOut(Mode):
+def written_out() -> contextlib.AbstractContextManager[object]:
     """Write weight_norm out inside, as the second derivative of torch's kernel in the direction is wrong (2.13).
 
     Modes are off while torch runs a backward pass. So activation checkpointing recomputes weight_norm by another
     function, which torch notices.
     """
+    return _Replacing(private.weight_norm, _weight_norm)
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not private.weight_norm:
-            return func(*args, **(kwargs or {}))
-        direction, size, dim = (*args, *(kwargs or {}).values(), 0)[:3]
-        return direction * (size / torch.norm_except_dim(direction, 2, dim))
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))

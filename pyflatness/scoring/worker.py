@@ -93,7 +93,7 @@ class FitRecorder:
         """See :data:`.calling.Forward`."""
         if self._loss is None:
             self._loss = auto.unchecked(model, batch)
-        if calling.is_dry_run():
+        if calling.now.dry:
             return calling.run(model, batch, None)
         self._count()
         outputs, targets = calling.run(model, batch, None)

@@ -150,7 +150,7 @@ class Activations:
                 first = gamma or self._carried(name, left)
                 sides = first, first if left is right else self._carried(name, right)
             by_call = [_by_channel(a * b, call.kind, quantity) for a, b, call in zip(*sides, calls, strict=True)]
-            if layers.is_together(self._modules[name]):  # the channels of one use need not be those of another
+            if layers.kind_of(self._modules[name]).by_weight:  # the channels of one use need not be those of another
                 by_call = [each.sum(dim=1, keepdim=True) for each in by_call]
             diagonal = torch.stack(by_call).sum(dim=0)
             if quantity == INPUTS and name in self._scales:
@@ -179,7 +179,7 @@ class Activations:
     ) -> Contribution:
         signed = [diagonal if sign is None else (diagonal.mT * sign).mT for diagonal in diagonals]
         summands = {quantity: share * each for quantity, each in zip(self._wanted, signed, strict=True)}
-        if layers.is_together(self._modules[name]):
+        if layers.kind_of(self._modules[name]).by_weight:
             summands = {}
         return Contribution(torch.stack([each.sum(dim=1) for each in signed]), summands)
 

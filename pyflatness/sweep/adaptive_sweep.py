@@ -276,7 +276,7 @@ class AdaptiveSweep(Sweep):
         left = (part.probes.rounds >= part.rounds).nonzero().flatten()
         places = part.probes.samples[left]
 
-        def send(run: Run, which: slice) -> tuple[Tensor, Tensor]:
+        def send(which: slice, run: Run) -> tuple[Tensor, Tensor]:
             names = self._checked(run, begun, places[which])
             values = Contracted(run, forms, names, 1).of(part.packed(left[which]))
             return left[which], self._stacked(values, part.sums.new_empty(*part.sums.shape[:2], run.samples))
@@ -311,7 +311,7 @@ class AdaptiveSweep(Sweep):
         names, places_of = [*self._runner.selected], self._runner.places
         for places, rounds in rest.steps(whole=not self._runner.cuttable):
 
-            def send(run: Run, which: slice, places: Tensor = places, rounds: Rounds = rounds) -> Found:
+            def send(which: slice, run: Run, places: Tensor = places, rounds: Rounds = rounds) -> Found:
                 ran = self._checked(run, begun, places[which])
                 chosen = [names[layer] for layer in rounds if names[layer] in ran]
                 with block_traces.differentiable(chosen), contractions.full_precision(run.outputs):

@@ -24,7 +24,7 @@ from ..numerics.normal_vectors import NormalVectors
 from ..passes import dry_run, linearity
 from ..passes.guards import agree, check_unchanged, rounding
 from ..passes.runner import Run
-from ..passes.second_derivatives import WrittenOut
+from ..passes.second_derivatives import written_out
 from ..passes.task import Task
 
 Result = TypeVar("Result")
@@ -162,11 +162,10 @@ class PerSampleParameters:
 def _undisturbed(run: Run) -> Iterator[None]:
     """Return a context in which the model can run again, with other parameters and with second derivatives."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(calling.dry_run())
-        stack.enter_context(run.recorder.paused())
+        stack.enter_context(calling.aside())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(contractions.full_precision(run.outputs))
-        stack.enter_context(WrittenOut())
+        stack.enter_context(written_out())
         yield
 
 

@@ -128,7 +128,7 @@ def test_more_products_than_are_reckoned_with_are_refused():
 
 
 def test_curved_layers_that_fit_nowhere_are_refused(monkeypatch):
-    monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", 0)
+    monkeypatch.setattr("pyflatness.hessian.row_blocks.fit", lambda columns, budget: False)
     net = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     data = torch.randn(4, 60), torch.arange(4) % 3
     with pytest.raises(pf.errors.NotYetError, match=r"layer '0': .* need 2400 products"):

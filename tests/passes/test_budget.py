@@ -74,7 +74,7 @@ def test_micro_batches_fit_the_share_of_the_graph(taken):
     micro_batches = MicroBatches(budget)
     micro_batches.plan(taken, cuttable=True)
     places = []
-    for place in micro_batches.places(1000, 1000):
+    for place in micro_batches.places(1000):
         place.done = True
         places.append(place)
     assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]
@@ -88,7 +88,7 @@ def test_what_is_not_done_comes_again():
     micro_batches = MicroBatches(Budget(10**6))
     micro_batches.plan(1, cuttable=True)
     seen = []
-    for place in micro_batches.places(10, 10):
+    for place in micro_batches.places(10):
         seen.append((place.start, place.stop))
         if place.stop - place.start > 3:
             micro_batches.halve(place.stop - place.start)

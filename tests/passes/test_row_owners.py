@@ -77,7 +77,7 @@ def found(function: Callable[[Tensor], Tensor]) -> tuple[Tensor | None, Tensor |
             cotangent = torch.zeros_like(outputs)
             cotangent[sample] = torch.randn_like(cotangent[sample])
             reached.append(recorder.gradients(outputs, cotangent)["layer"][0].any(dim=1))
-        proven = "layer" in linearity.read(users, linearity.edges_of(recorder.calls)).proven
+        proven = "layer" in linearity.proven(users, linearity.edges_of(recorder.calls))
     numbers = torch.stack(reached).int()
     owners = torch.where(numbers.any(dim=0), numbers.argmax(dim=0), -1) if bool((numbers.sum(0) <= 1).all()) else None
     return shown, owners, proven

@@ -81,7 +81,7 @@ def vocabulary(rank, size):
 
 def vocabulary_in_parts(rank, size):
     """Measure the head without a weight that is gathered."""
-    with mock.patch("pyflatness.model.spread._whole", side_effect=AssertionError("a weight is gathered")):
+    with mock.patch("pyflatness.model.spread.Part.whole", side_effect=AssertionError("a weight is gathered")):
         return vocabulary(rank, size)
 
 

@@ -78,10 +78,10 @@ def coverage(model: nn.Module, batch: Any, forward: small.Forward) -> Coverage:
                 for name, call in calls.last.items()
                 if not _of_all_samples(modules[name], call.output, len(outputs))
             }
-            accounting = Accounting(model, {}, Recorder({}))
+            accounting = Accounting(model, {}, Recorder({}), batch, forward)
             with contextlib.suppress(NotImplementedError):  # weights that are computed are compared between calls
-                outputs = accounting.run(batch, forward, len(outputs))
-                uses.note_flat(model, accounting.account(outputs, batch, forward).flat)
+                outputs = accounting.run(len(outputs))
+                uses.note_flat(model, accounting.account(outputs).flat)
         ran = {name: module for name, module in modules.items() if name in outputs_of and name not in others}
         left_out = uses.left_out(model, [*ran.values()])
     return Coverage(

@@ -127,7 +127,7 @@ def test_linear_layers_by_hessian_products_too(name):
 @in_turn(3, ("name", "curvature"), [way for way in WAYS if way[0] in CASES])
 def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
     """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
-    monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", 0)
+    monkeypatch.setattr("pyflatness.hessian.row_blocks.fit", lambda columns, budget: False)
     report = measured(CASES[name], "relative_flatness_max", curvature=curvature, memory=1)
     for layer in report.layers:
         check(report, CASES[name], layer, curvature)

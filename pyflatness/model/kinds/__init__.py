@@ -23,7 +23,9 @@ from .transposed_convolution import TransposedConvolution
 
 __all__ = [
     "CLASSES",
+    "LINEAR",
     "SUPPORTED",
+    "TRANSPOSED_LINEAR",
     "AnyUse",
     "Convolution",
     "Embedding",
@@ -38,6 +40,7 @@ __all__ = [
     "is_packed",
     "is_plain",
     "is_scale",
+    "made",
     "obstacle",
 ]
 
@@ -54,22 +57,24 @@ class AnyUse(nn.Module):
     called_as: Linear | None = None  # the kind of its last call, if its calls may be of several kinds
 
 
-_convolution = functools.lru_cache(maxsize=1024)(Convolution)
-_bilinear = functools.lru_cache(maxsize=1024)(Bilinear)
-_embedding, _bags = functools.lru_cache(Embedding), functools.lru_cache(EmbeddingBag)
-_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
-_LINEAR, _TRANSPOSED_LINEAR = Linear(), TransposedLinear()
+@functools.lru_cache(maxsize=4096)
+def made(kind: type[Linear], *sizes: Any) -> Linear:
+    """Return the kind of a class with these sizes: one object for all layers that have it."""
+    return kind(*sizes)
+
+
+LINEAR, TRANSPOSED_LINEAR = made(Linear), made(TransposedLinear)
 
 
 def _of_convolution(module: Any) -> Linear:
     padding = module.padding if isinstance(module.padding, str) else tuple(module.padding)
     sizes = tuple(module.kernel_size), tuple(module.stride), padding, tuple(module.dilation)
-    return _convolution(*sizes, module.groups, module.padding_mode)
+    return made(Convolution, *sizes, module.groups, module.padding_mode)
 
 
 def _of_transposed_convolution(module: Any) -> Linear:
     sizes = module.kernel_size, module.stride, module.padding, module.output_padding, module.dilation
-    return _transposed_convolution(*map(tuple, sizes), module.groups)
+    return made(TransposedConvolution, *map(tuple, sizes), module.groups)
 
 
 def _max_norm(module: Any) -> str:
@@ -91,16 +96,16 @@ class _Row(NamedTuple):
 _CONVOLUTION = _Row(_of_convolution, ("forward", "_conv_forward"))
 _TRANSPOSED_CONVOLUTION = _Row(_of_transposed_convolution, ("forward", "_output_padding"))
 _OF_CLASS: dict[type[nn.Module], _Row] = {
-    nn.Linear: _Row(lambda module: _LINEAR),
+    nn.Linear: _Row(lambda module: LINEAR),
     nn.Conv1d: _CONVOLUTION,
     nn.Conv2d: _CONVOLUTION,
     nn.Conv3d: _CONVOLUTION,
     nn.ConvTranspose1d: _TRANSPOSED_CONVOLUTION,
     nn.ConvTranspose2d: _TRANSPOSED_CONVOLUTION,
     nn.ConvTranspose3d: _TRANSPOSED_CONVOLUTION,
-    nn.Bilinear: _Row(lambda module: _bilinear(module.in1_features, module.in2_features)),
-    nn.Embedding: _Row(lambda module: _embedding(module.padding_idx), obstacle=_max_norm),
-    nn.EmbeddingBag: _Row(lambda module: _bags(module.mode == "mean", module.padding_idx), obstacle=_bag),
+    nn.Bilinear: _Row(lambda module: made(Bilinear, module.in1_features, module.in2_features)),
+    nn.Embedding: _Row(lambda module: made(Embedding, module.padding_idx), obstacle=_max_norm),
+    nn.EmbeddingBag: _Row(lambda module: made(EmbeddingBag, module.mode == "mean", module.padding_idx), obstacle=_bag),
 }
 
 CLASSES = tuple(_OF_CLASS)  # torch's classes of layers that can be measured
@@ -125,7 +130,7 @@ def find(module: nn.Module) -> Linear | None:
         return module.kind
     if is_scale(module):
         return Scale(module)
-    return _TRANSPOSED_LINEAR if _is_transposed(module) else None
+    return TRANSPOSED_LINEAR if _is_transposed(module) else None
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -3,8 +3,6 @@
 A feature that is always zero is dropped; for a constant c ≠ 0 the scale is |c| (Petzka et al. 2021, Theorem 4).
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -13,21 +11,6 @@ from ...numerics.shard import Shard
 
 _ENTRIES = 2**17  # entries of rows that are processed at a time
 ULPS = 16  # a deviation below 16 units in the last place of the largest entry counts as 0
-
-
-class Deviations(Protocol):
-    """Describe an object that collects rows and has their deviations; ``rows`` is the number of rows so far."""
-
-    rows: int
-
-    def add(self, features: Tensor) -> None:
-        """Add rows of a layer's input, in the form of :meth:`.Linear.input_rows`."""
-
-    def together(self, shard: Shard, name: str) -> None:
-        """Add the rows of other ranks, at the end of a read of the data; ``name`` is the layer's."""
-
-    def scale(self) -> Tensor:
-        """Return σ_j, (m,) float64: |c| for a constant feature, 0 if it is dropped, and 1 without rows."""
 
 
 class FeatureScale:
@@ -39,6 +22,7 @@ class FeatureScale:
         self._eps, self._device = 0.0, torch.device("cpu")
 
     def add(self, features: Tensor) -> None:
+        """Add rows of a layer's input, in the form of :meth:`.Linear.input_rows`."""
         self._features, self._device = features.shape[1], features.device
         if len(features) == 0:
             return
@@ -60,6 +44,7 @@ class FeatureScale:
         self.rows = total
 
     def together(self, shard: Shard, name: str) -> None:
+        """Add the rows of other ranks, at the end of a read of the data; ``name`` is the layer's."""
         if shard.ranks.alone:
             return
         own = {
@@ -76,6 +61,7 @@ class FeatureScale:
                 self._merge(rows, *(each[key].to(device) for key in ("mean", "squares", "largest")))
 
     def scale(self) -> Tensor:
+        """Return σ_j, (m,) float64: |c| for a constant feature, 0 if it is dropped, and 1 without rows."""
         if self.rows == 0:
             return torch.ones(self._features, dtype=torch.float64, device=self._device)
         deviation = (self._squares / self.rows).sqrt()
@@ -114,3 +100,6 @@ class TokenScale:
         variance = self._squares / self.rows - mean.square()
         eps = torch.finfo(torch.float64).eps
         return torch.where(variance <= ULPS * eps * mean.square(), mean.abs(), variance.clamp_min(0).sqrt())
+
+
+Deviations = FeatureScale | TokenScale

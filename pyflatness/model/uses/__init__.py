@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .. import calling, kinds, spread, walk
-from . import candidates, experts, outside, recurrent
+from . import candidates, experts, recurrent
 from .candidates import runs_with_its_module
 from .use import Source, Use
 
@@ -23,6 +23,7 @@ __all__ = [
     "Use",
     "attached",
     "covered_entries",
+    "elsewhere",
     "held",
     "layer",
     "left_out",
@@ -48,7 +49,8 @@ class _Known:
     flat: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # weights of one dimension, and their functions
 
 
-_held: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+_held: dict[nn.Module, _Known] = {}  # of the models that are measured now
+_elsewhere: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()  # by layer, see :func:`elsewhere`
 
 
 @contextlib.contextmanager
@@ -126,7 +128,7 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
                 for module in filter(weights, holders):
                     stack.enter_context(calling.replaced_forward(module, forward(module)))
             for source, uses in by_source.items():
-                source.attach(before[source] | uses)
+                source.attach({**before[source], **uses})
             yield
     finally:
         for source, outer in before.items():
@@ -143,6 +145,19 @@ def note_flat(model: nn.Module, found: Mapping[Tensor, str]) -> None:
     """Note which parameters of one dimension a forward pass used as weights, and in which functions."""
     if model in _held:
         _held[model].flat |= {id(parameter): (parameter, functions) for parameter, functions in found.items()}
+
+
+def note_elsewhere(found: Mapping[nn.Module, str]) -> None:
+    """Note for layers the functions that use their weight outside of the layer; empty for none."""
+    _elsewhere.update(found)
+
+
+def elsewhere(layer: nn.Module) -> str:
+    """Return the functions that use a layer's weight outside of the layer, as in ``F.linear(x, self.embed.weight)``.
+
+    It is empty if none is known. A layer's value has the derivative through the layer's calls alone.
+    """
+    return _elsewhere.get(layer, "")
 
 
 def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: Collection[Node]) -> dict[str, str]:
@@ -200,7 +215,7 @@ def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float
     """Return the weights that the measured layers do not have, see :func:`.candidates.uncovered`."""
     if not layers:
         return {}
-    twice = {(layer, "weight") for layer in layers if outside.of(layer)}
+    twice = {(layer, "weight") for layer in layers if elsewhere(layer)}
     flat = [parameter for parameter, _ in _known(model).flat.values()]
     return candidates.uncovered(model, covered_entries(layers), twice, flat)
 
@@ -222,7 +237,7 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             found[name] = f"its entries, in one dimension, are used in {flat[id(parameter)][1]}"
         elif source is None and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
-        elif others := outside.of(module):
+        elif others := elsewhere(module):
             found[name] = f"its weight is used in {others} outside of the layer too"
         elif kinds.obstacle(module):
             found[name] = f"its {type(module).__name__} {kinds.obstacle(module)}"

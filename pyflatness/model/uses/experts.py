@@ -72,7 +72,7 @@ class Forward(Replaced):
             result: Tensor = own(self._module, *args, **kwargs)
             return result
         given = inspect.signature(own).bind(self._module, *args, **kwargs).args[1:]
-        samples = calling.samples()
+        samples = calling.now.samples
         if len(given) != 3 or given[0].ndim != 2 or samples < 1 or len(given[0]) % samples:
             raise self.refusal(f"the experts' tokens are no (T, m) of {samples} samples in a row")
         mixed = functools.partial(self._mixed, samples=samples)

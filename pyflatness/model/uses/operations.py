@@ -6,7 +6,6 @@ matrices, which are groups of a 1 × 1 convolution. A matrix without an index fo
 that a product entry by entry is one with many matrices of one entry.
 """
 
-import functools
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kinds import Convolution, Embedding, Linear, PermutedLinear, TransposedConvolution
+from ..kinds import LINEAR, Convolution, Embedding, Linear, PermutedLinear, TransposedConvolution, made
 
 Transform = Callable[[Tensor], Tensor]
-LINEAR = Linear()
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,6 @@ Found = LinearOperation | str  # an operation, or why it is not the one of a lay
 
 
 _ONES, _NONE = (1,), (0,)
-_kind_of_groups = functools.lru_cache(maxsize=1024)(lambda g: Convolution(_ONES, _ONES, _NONE, _ONES, g, "zeros"))
-_kind_of_transposed_groups = functools.lru_cache(maxsize=1024)(
-    lambda groups: TransposedConvolution(_ONES, _ONES, _NONE, _NONE, _ONES, groups)
-)
-_kind_of_permuted = functools.lru_cache(maxsize=1024)(PermutedLinear)
 
 
 @dataclass(frozen=True)
@@ -126,9 +119,7 @@ def baddbmm(
 
     if groups > 1:
         return _batched(kind, batch1, batch2, input.reshape(-1), run)
-    return LinearOperation(
-        batch2, batch1, input.reshape(-1), LINEAR, lambda inputs, weight, bias: run(inputs, weight, bias), _transposed
-    )
+    return LinearOperation(batch2, batch1, input.reshape(-1), LINEAR, run, _transposed)
 
 
 def einsum(kind: type[Tensor], equation: Any, *operands: Any) -> Found | None:
@@ -289,16 +280,18 @@ def _kept(
     order, shape = [*of_weight], tuple(sizes[index] for index in of_weight)
     count, d, m = (math.prod(sizes[index] for index in some) for some in (groups, rows, columns))
     if groups and order == groups + rows + columns:
-        return _kind_of_groups(count), lambda weight: weight.reshape(count * d, m, 1)
+        kind = made(Convolution, _ONES, _ONES, _NONE, _ONES, count, "zeros")
+        return kind, lambda weight: weight.reshape(count * d, m, 1)
     if groups and order == groups + columns + rows:
-        return _kind_of_transposed_groups(count), lambda weight: weight.reshape(count * m, d, 1)
+        kind = made(TransposedConvolution, _ONES, _ONES, _NONE, _NONE, _ONES, count)
+        return kind, lambda weight: weight.reshape(count * m, d, 1)
     if groups:
         return None
     if order == rows + columns:
         return LINEAR, lambda weight: weight if weight.shape == (d, m) else weight.reshape(d, m)
     if order == columns + rows:
         return LINEAR, lambda weight: weight.reshape(m, d).t()
-    return _kind_of_permuted(shape, tuple(map(order.index, rows))), lambda weight: weight.reshape(shape)
+    return made(PermutedLinear, shape, tuple(map(order.index, rows))), lambda weight: weight.reshape(shape)
 
 
 def _implicit(terms: str) -> str:
@@ -314,11 +307,6 @@ def _is_several(weight: Tensor) -> bool:
 
 def _transposed(weight: Tensor) -> Tensor:
     return weight.transpose(-2, -1)
-
-
-_kind_of_convolution = functools.lru_cache(maxsize=1024)(Convolution)
-_kind_of_embedding = functools.lru_cache(maxsize=1024)(Embedding)
-_kind_of_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedConvolution)
 
 
 def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Found | None:
@@ -355,7 +343,7 @@ def _convolution(function: Callable[..., Tensor], space: int) -> Callable[..., L
         groups: int = 1,
     ) -> LinearOperation:
         sizes = _each(stride, space), padding if isinstance(padding, str) else _each(padding, space)
-        kind = _kind_of_convolution(tuple(weight.shape[2:]), *sizes, _each(dilation, space), groups, "zeros")
+        kind = made(Convolution, tuple(weight.shape[2:]), *sizes, _each(dilation, space), groups, "zeros")
 
         def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return function(inputs, weight, bias, stride, padding, dilation, groups)
@@ -378,7 +366,7 @@ def _transposed_convolution(function: Callable[..., Tensor], space: int) -> Call
         dilation: Any = 1,
     ) -> LinearOperation:
         sizes = (_each(size, space) for size in (stride, padding, output_padding, dilation))
-        kind = _kind_of_transposed_convolution(tuple(weight.shape[2:]), *sizes, groups)
+        kind = made(TransposedConvolution, tuple(weight.shape[2:]), *sizes, groups)
 
         def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return function(inputs, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -404,7 +392,7 @@ def _embedding(
     def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.embedding(inputs, weight, padding_idx, max_norm, *rest, **options)
 
-    return LinearOperation(weight, input, None, _kind_of_embedding(padding), run)
+    return LinearOperation(weight, input, None, made(Embedding, padding), run)
 
 
 def _each(size: Any, space: int) -> tuple[int, ...]:

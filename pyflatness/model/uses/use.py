@@ -9,13 +9,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ... import private
 from .. import calling, kinds
-from ..kinds import Convolution, Linear, Together, TransposedLinear
+from ..kinds import LINEAR, TRANSPOSED_LINEAR, Convolution, Linear, Together
 from . import watched
 from .experts import Route
-from .operations import LINEAR, LinearOperation
+from .operations import LinearOperation
 from .watched import Watched
 
-_TRANSPOSED = TransposedLinear()
 _LISTED = 6  # experts in a message
 _OF_A_PART = "an operation on a part of it"
 
@@ -54,11 +53,6 @@ class Use(kinds.AnyUse):
         self.entries = range(start * row, stop * row)  # numbers of the parameter's entries
         self._run: Callable[[Tensor], Tensor] | None = None
 
-    @property
-    def route(self) -> Route | None:
-        """Return the samples of an expert's rows in the last call; None if it is no expert."""
-        return self.source.route
-
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the result of the operation for which the layer stands."""
         assert self._run is not None, f"the use of {self.name} is called by nothing but the operation itself"
@@ -95,7 +89,7 @@ class Use(kinds.AnyUse):
         if not self.ran:
             self.kind, self.weight, self.ran = self.kind if self._together else kind, weight, True
         self.called_as = kind if self._together else None
-        self._settled |= not calling.is_dry_run()
+        self._settled |= not calling.now.dry
         self.bias, self._run = bias, run
         try:
             outputs: Tensor = self(inputs)
@@ -117,16 +111,16 @@ class Source:
     behind: "set[Source]" = field(default_factory=set)  # the parameters from which the weight was computed
     nodes: set[Node] = field(default_factory=set)  # of autograd's graph, reached only by uses outside of stand-ins
     _flag: bool = False  # whether the parameter required a gradient before
-    route: Route | None = None  # the samples of the next operation's rows; None for rows in the usual order
+    route: Route | None = None  # the samples of the rows of an expert's next operation; None if it is no expert
     varies: bool = False  # whether the tensor computed from it differed between calls
-    _attached: dict[str, Use] = field(default_factory=dict)
+    attached: Mapping[str, Use] = field(default_factory=dict)  # the uses for which the parameter is watched now
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the attached uses by the entries of the parameter
     _watched: dict[str, Use] = field(default_factory=dict)  # all uses that were ever attached
     _functions: dict[str, None] = field(default_factory=dict)  # other functions that use it
 
     def attach(self, uses: Mapping[str, Use]) -> None:
         """Watch the parameter for these uses; without any, put the parameter back."""
-        self._attached = dict(uses)
+        self.attached = dict(uses)
         self._watched |= uses
         self._of_entries = {use.entries: use for use in uses.values()}
         if bool(uses) == bool(self.nodes):
@@ -143,12 +137,6 @@ class Source:
         for module, key in self.places:
             module._parameters[key] = held  # type: ignore[assignment]
 
-    def why_unused(self) -> str:
-        """Return why a parameter that was watched has no layer; empty if it has one, or was not watched."""
-        if not self._watched or any(use.ran for use in self.uses.values()):
-            return ""
-        return self.why_otherwise() if self._functions else "the forward pass has no operation with it"
-
     def why_left_out(self) -> str:
         """Return why layers do not have all of a parameter that was watched; empty if that is not known."""
         parts = [use for use in self.uses.values() if use.rows is None or use.routed]
@@ -159,17 +147,14 @@ class Source:
             more = f" and {len(idle) - _LISTED} more" if len(idle) > _LISTED else ""
             experts = "expert" if len(idle) == 1 else "experts"
             return f"no token of the data is routed to {experts} {', '.join(idle[:_LISTED])}{more}"
-        return refusal or self.why_unused()
+        if refusal or not self._watched or any(use.ran for use in self.uses.values()):
+            return refusal
+        return self.why_otherwise() if self._functions else "the forward pass has no operation with it"
 
     @property
     def name(self) -> str:
         """Return the name of the layer, or of the first of several parts."""
-        return next(iter(self._attached or self.uses), "")
-
-    @property
-    def attached(self) -> dict[str, Use]:
-        """Return the uses for which the parameter is watched now."""
-        return dict(self._attached)
+        return next(iter(self.attached or self.uses), "")
 
     def is_attached(self, part: Tensor) -> bool:
         """Return whether the parameter is watched for exactly this view of it."""
@@ -179,16 +164,16 @@ class Source:
     def refuse(self, use: Use, why: str) -> None:
         """Leave a use out from now on."""
         use.refusal = use.refusal or why
-        if use.name in self._attached:
-            self.attach({name: other for name, other in self._attached.items() if other is not use})
+        if use.name in self.attached:
+            self.attach({name: other for name, other in self.attached.items() if other is not use})
 
     def used(self, operation: LinearOperation) -> Tensor | None:
         """Return the result of an operation on the weight, or None to let it run as any other."""
-        if not self._attached:  # the model has kept a watched tensor from before
+        if not self.attached:  # the model has kept a watched tensor from before
             return None
         if private.is_wrapped(operation.inputs):
             return None  # hooks do not work under vmap
-        weight = operation.weight if calling.is_accounting() else operation.weight.detach()
+        weight = operation.weight if calling.now.accounting else operation.weight.detach()
         part = watched.view_of(operation.weight)  # type: ignore[arg-type]
         if part is not None:
             return self._part(operation, weight, part)
@@ -216,7 +201,7 @@ class Source:
             if rows.ndim != 2:
                 return None
             if not rows.is_contiguous() and rows.t().is_contiguous():
-                kind, rows = _TRANSPOSED, rows.t()
+                kind, rows = TRANSPOSED_LINEAR, rows.t()
         if not rows.is_contiguous() or rows.untyped_storage()._cdata != self.parameter.untyped_storage()._cdata:
             if part.numel() < self.parameter.numel():
                 self._functions[_OF_A_PART] = None
@@ -228,7 +213,7 @@ class Source:
             return self._called(exact, kind, rows, operation, weight)
         touched = [
             use
-            for use in self._attached.values()
+            for use in self.attached.values()
             if use.entries.start < entries.stop and entries.start < use.entries.stop
         ]
         inside = [use for use in touched if use.entries.start in entries and use.entries.stop <= entries.stop]
@@ -266,7 +251,7 @@ class Source:
     def _computed(self, operation: LinearOperation, weight: Tensor) -> Tensor | None:
         """Do an operation on a tensor that was computed from the parameter, if it is the same at every call."""
         (use,) = self.uses.values()
-        if operation.rows(weight) is not weight or use.name not in self._attached:
+        if operation.rows(weight) is not weight or use.name not in self.attached:
             return None
         if use.ran and not (weight.shape == use.weight.shape and torch.equal(weight, use.weight)):
             self.varies = True
@@ -277,7 +262,7 @@ class Source:
         sources = {leaf.source for leaf in behind if isinstance(leaf, Watched)}
         if self not in sources and torch.is_grad_enabled():
             return None
-        self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
+        self.behind |= sources - {self}
         return self._called(use, operation.kind, weight.detach(), operation, weight)
 
     def _called(

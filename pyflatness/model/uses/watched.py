@@ -5,7 +5,6 @@ and casts of the weight are watched too. In every other operation a watched tens
 requires gradients, and a path to it in the outputs' graph shows that the weight was used otherwise.
 """
 
-import contextlib
 import copy
 import functools
 import types
@@ -31,11 +30,6 @@ TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16"}
 
 
-def unwatched() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which operations do not ask watched tensors, for those that the model does not do."""
-    return private.without_subclasses()
-
-
 class Watched(Tensor):
     """Represent a weight, or a view or copy of it."""
 
@@ -52,7 +46,7 @@ class Watched(Tensor):
         inner = _without_asking(func)
         if inner is not None:
             return inner(*args, **kwargs)
-        with unwatched():
+        with private.without_subclasses():
             found = operations.read(func, args, kwargs, cls)
             if isinstance(found, LinearOperation):
                 result = found.weight.source.used(found)  # type: ignore[attr-defined]
@@ -85,7 +79,7 @@ def leaf(weight: Tensor, source: "Source") -> tuple[Watched, Node]:
     vars(made).update(vars(weight))  # some libraries' modules read attributes of parameters
     made._is_param = True  # for isinstance(…, nn.Parameter)
     made.source, made.part, made.version = source, values, values._version
-    with unwatched():
+    with private.without_subclasses():
         return made, get_gradient_edge(made).node
 
 
