@@ -4,6 +4,7 @@ Each network is measured in several ways, and each way holds all the values that
 Gauss-Newton matrix, by nested autograd: linear layers and convolutions, other kinds of layers, and normalisations.
 """
 
+import dataclasses
 import functools
 
 import pytest
@@ -209,17 +210,19 @@ def test_normalised(name, curvature):
 @networks_in_turn(8)
 def test_sampled_values(name):
     """Within four standard errors of the truth, whether by factors or by Hessian products."""
-    check_sampled(CASES[name], (*OF_TRACES, "adaptive_sharpness"), batches(CASES[name]), 200)
+    check_sampled(CASES[name], (*OF_TRACES, "adaptive_sharpness"), 200)
 
 
 @every(together=1, case=OTHERS, probes=[60, "adaptive"])
 def test_sampled_values_of_other_layers(case, probes):
-    enough = 60 if probes == "adaptive" else 1  # samples to know its error by
-    measures = OF_TRACES[:1] if probes == "adaptive" else (*OF_TRACES, "adaptive_sharpness")
-    check_sampled(case, measures, [*batches(case)] * enough, probes)
+    check_sampled(case, OF_TRACES[:1] if probes == "adaptive" else (*OF_TRACES, "adaptive_sharpness"), probes)
 
 
-def check_sampled(case, measures, data, probes):
+def check_sampled(case, measures, probes):
+    """Of all samples at once; adaptively of many more, to know the error by."""
+    times, size = (60, 60 * case.samples) if probes == "adaptive" else (1, case.samples)
+    inputs, targets = (part.repeat(times, *(1,) * (part.ndim - 1)) for part in (case.inputs, case.targets))
+    data = batches(dataclasses.replace(case, inputs=inputs, targets=targets), size)
     options = {"layers": [*case.layers], "probes": probes, "seed": 1, "measures": measures}
     report = pf.measure(case.build(), case.loss, data, **options)
     for layer in case.linear if probes == "adaptive" else case.layers:

@@ -73,11 +73,12 @@ def test_every_estimate_covers(name, layer):
 
 
 @pytest.mark.parametrize(
-    "network", [(20.0, 0.1, 300), *in_soak((1.0, 0.1, 1500), (20.0, 0.02, 1500), (200.0, 0.1, 1500))]
+    "network", [(20.0, 0.1, 75), *in_soak((20.0, 0.1, 300), (1.0, 0.1, 1500), (20.0, 0.02, 1500), (200.0, 0.1, 1500))]
 )
 def test_unbiased_and_coverage(network):
     """Of samples of which a few carry the value, so that numbers of probes differ; with the layers' sum."""
     scale, rtol, seeds = network
+    slack = max(1.0, math.sqrt(300 / seeds))
     model, data = smooth(scale)
     exact = pf.measure(model, LOSS, data, measures="trace", layers=["0", "2"])
     reports = [adaptive(model, data, ["0", "2"], rtol=rtol, seed=seed) for seed in range(seeds)]
@@ -86,7 +87,8 @@ def test_unbiased_and_coverage(network):
         stderrs = torch.tensor([report[key].stderr for report in reports]).double()
         assert abs(float(errors.mean())) <= 4 * float(errors.std()) / math.sqrt(seeds)
         assert float(stderrs.square().mean().sqrt() / errors.std()) == pytest.approx(1, abs=4 / math.sqrt(seeds))
-        assert 0.92 <= share((report[key].interval() for report in reports), exact[key].value) <= 0.99
+        covered = share((report[key].interval() for report in reports), exact[key].value)
+        assert -0.03 * slack <= covered - 0.95 <= 0.04 * slack
 
 
 @pytest.mark.parametrize("rtol", [0.02, 0.05])
