@@ -73,7 +73,7 @@ def most_at_once(call):
     return max(accumulate((event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), initial=0))
 
 
-@every(together=1, name=CALLS.keys(), memory=[8, 16, 32])
+@every(together=1, name=[*CALLS], memory=[8, 16, 32])
 def test_a_call_stays_within_its_memory(name, memory):
     model = network()
     data = [(torch.randn(N, 1), torch.arange(N) % 2)]

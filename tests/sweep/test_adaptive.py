@@ -13,7 +13,7 @@ from pyflatness.passes.recorder import Recorder
 from pyflatness.passes.tail import Tail
 from pyflatness.sweep import adaptive_sweep
 from support import grid, truth
-from support.combinations import in_soak
+from support.combinations import in_soak, in_turn
 from support.covering import share
 from support.many_samples import NETWORKS, Sorting, network, seeded
 from support.networks import CASES
@@ -52,7 +52,7 @@ def adaptive(model, loss, data, layers=None, **options):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CONVEX)
+@in_turn(2, "name", CONVEX)
 def test_exact_where_every_column_is_alone(name):
     """Whatever the network and the loss: tokens, class weights, ignored targets, squared errors, convex callables."""
     case = CASES[name]
@@ -65,7 +65,7 @@ def test_exact_where_every_column_is_alone(name):
             assert found[layer, measure].value == pytest.approx(value, rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", CONVEX)
+@in_turn(3, "name", CONVEX)
 def test_every_estimate_covers(name):
     case = CASES[name]
     layers = linear_layers(case)
@@ -247,7 +247,7 @@ def test_samples_are_packed_and_parts_halved_out_of_memory():
 
 
 def test_batches_of_all_sizes():
-    model, (x, y) = network(5.0)
+    model, (x, y) = network(5.0, samples=96)
     exact = pf.measure(model, nn.CrossEntropyLoss(), (x, y))["trace"].value
     for data in (list(zip(x.split(1), y.split(1), strict=True)), DataLoader(TensorDataset(x, y), batch_size=77)):
         found = adaptive(model, nn.CrossEntropyLoss(), data, rtol=0.05)["trace"]
