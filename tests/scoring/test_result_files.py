@@ -14,7 +14,6 @@ import pyflatness as pf
 from pyflatness.scoring import result_files
 from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import Store
-from support.functions import Once
 from support.score_runs import saved, status
 
 LOSS = nn.CrossEntropyLoss()
@@ -230,6 +229,19 @@ def test_spectra_are_asked_for_as_measures_are(tmp_path: Path) -> None:
         assert pf.score({"a": models["a"]}, LOSS, data, store=path, spectrum=3).computed == 0
     with pytest.raises(pf.errors.InputError, match="spectra are kept in a store"):
         pf.score(models, LOSS, DATA, spectrum=2)
+
+
+class Once(torch.autograd.Function):
+    """The identity, without a second derivative."""
+
+    @staticmethod
+    def forward(context, values):
+        return values.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context, gradients):
+        return gradients
 
 
 class NotTwice(nn.Module):
