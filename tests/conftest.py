@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 
 from pyflatness.contractions.backends import compiled, cuda, reference
+from pyflatness.hessian import block_traces
 from pyflatness.sweep import adaptive_sweep
 from support import ROOT, emulated, interpreted
 from support.combinations import AT_RANDOM, CUDA_DEVICES, EMULATED_ORDERS, ENGINES, in_soak
@@ -77,6 +78,20 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
 def _sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``rtol=`` sample networks as tiny as those of tests, of which exact values are cheaper."""
     monkeypatch.setattr(adaptive_sweep, "PLAN", -math.inf)
+
+
+@pytest.fixture
+def hessian_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of all Hessian products the numbers of directions and of samples."""
+    taken = []
+
+    class Counted(block_traces.LinearMap):
+        def __call__(self, vectors):
+            taken.append(tuple(vectors.shape[:2]))
+            return super().__call__(vectors)
+
+    monkeypatch.setattr(block_traces, "LinearMap", Counted)
+    return taken
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import nn
 import pyflatness as pf
 from pyflatness.numerics import choice_problem
 from support import doors
+from support.combinations import in_soak
 from support.doors import LOSS, ON_MODELS, ON_TENSORS, X, Y
 from support.grid import Net
 
@@ -29,7 +30,21 @@ def default(device, dtype):
         torch.set_default_dtype(before)
 
 
-DEFAULTS = [("meta", torch.float32), ("cpu", torch.float64), ("cpu", torch.float16), ("meta", torch.bfloat16)]
+DEFAULTS = [[("meta", torch.bfloat16), ("cpu", torch.float64)], [("meta", torch.float32), ("cpu", torch.float16)]]
+
+
+@pytest.fixture(params=[DEFAULTS[0], *in_soak(DEFAULTS[1])], ids=["double", "half"])
+def same(request):
+    """A function that holds the result of a call under some defaults against that without."""
+
+    def check(call):
+        expected = numbers(call())
+        for device, dtype in request.param:
+            with default(device, dtype):
+                found = numbers(call())
+            assert found == expected, (device, dtype)
+
+    return check
 
 
 def numbers(result):
@@ -53,28 +68,20 @@ def numbers(result):
     return result.tolist() if isinstance(result, np.ndarray) else repr(result)
 
 
-def assert_same(call):
-    expected = numbers(call())
-    for device, dtype in DEFAULTS:
-        with default(device, dtype):
-            found = numbers(call())
-        assert found == expected, (device, dtype)
-
-
 @pytest.mark.parametrize("name", ON_MODELS)
-def test_calls_on_models(name):
+def test_calls_on_models(name, same):
     model = doors.net()
-    assert_same(lambda: ON_MODELS[name](model, LOSS, (X, Y)))
+    same(lambda: ON_MODELS[name](model, LOSS, (X, Y)))
 
 
 @pytest.mark.parametrize("name", ON_TENSORS)
-def test_calls_on_tensors(name):
+def test_calls_on_tensors(name, same):
     tensors = doors.head()
-    assert_same(lambda: ON_TENSORS[name](*tensors))
+    same(lambda: ON_TENSORS[name](*tensors))
 
 
-def test_truncated_normal_noise():
-    assert_same(lambda: pf.theory.truncated_normal_noise(X, 0.1, probes=3))
+def test_truncated_normal_noise(same):
+    same(lambda: pf.theory.truncated_normal_noise(X, 0.1, probes=3))
 
 
 def smooth():
@@ -99,18 +106,18 @@ def smooth():
     ],
     ids=str,
 )
-def test_all_measures_of_a_curved_network(options):
+def test_all_measures_of_a_curved_network(options, same):
     model, x, y = smooth().eval(), torch.randn(6, 2, 4), torch.randint(3, (6, 3))
-    assert_same(lambda: pf.measure(model, LOSS, (x, y), **{"measures": "sweep", **options}))
+    same(lambda: pf.measure(model, LOSS, (x, y), **{"measures": "sweep", **options}))
 
 
 @pytest.mark.parametrize(
     "loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.HuberLoss(), lambda f, y: (f - y).cos().mean()]
 )
-def test_losses(loss):
+def test_losses(loss, same):
     model, targets = doors.net(), torch.rand(len(X), doors.C)
     for layer in "02":
-        assert_same(lambda layer=layer: pf.relative_flatness(model, loss, (X, targets), layer))
+        same(lambda layer=layer: pf.relative_flatness(model, loss, (X, targets), layer))
 
 
 _MAKE = {

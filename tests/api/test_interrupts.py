@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyflatness as pf
 from pyflatness import interrupts
 from pyflatness.model import state
+from support.combinations import every
 from support.interrupting import KINDS, Handlers, Interrupting
 from support.traces import CALLS, changed, everything, model
 
@@ -63,8 +64,7 @@ def chosen(name, net, count):
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_leaves_nothing(name):
     net = model(CALLS[name][0])
-    count = 4 if name in ("measure all", "sharpness", "measure") else 8
-    places = chosen(name, net, count)
+    places = chosen(name, net, 2 if name in ("measure all", "sharpness", "measure") else 4)
     before = everything(net)
     for at in places:
         assert_interrupted(name, net, before, at)
@@ -118,14 +118,8 @@ def test_a_step_that_is_cut_off_is_taken_again():
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (name, kind)
-        for name in ("head", "adaptive_sharpness_mc", "track", "penalty")
-        for kind in ("SIGALRM", "SIGTERM", "asynchronous")
-    ],
-)
+@every(together=1, name=["head", "adaptive_sharpness_mc", "track", "penalty"],
+       kind=["SIGALRM", "SIGTERM", "asynchronous"])  # fmt: skip
 def test_other_signals_and_exceptions_leave_nothing(name, kind):
     """They come out as they were raised, and not as an error of the model's."""
     net = model(CALLS[name][0])

@@ -1,6 +1,7 @@
 """Calls of several threads take turns: the values are those of one thread, and nothing is left behind."""
 
 import dataclasses
+import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +32,11 @@ def numbers(result):
 
 
 def test_eight_threads_and_all_calls():
-    """Each thread makes half of the calls and begins with another one, so that different ones meet."""
+    """Each thread makes a quarter of the calls and begins with another one, so that different ones meet."""
     names = [name for name in CALLS if name != "measure all"]  # takes as long as all others
     expected = {name: numbers(CALLS[name][1](model(CALLS[name][0]))) for name in names}
-    orders = [(names[3 * place :] + names[: 3 * place])[: len(names) // 2 + 1] for place in range(THREADS)]
+    step = math.ceil(len(names) / THREADS)
+    orders = [(names[step * place :] + names[: step * place])[: 2 * step] for place in range(THREADS)]
     assert {*names} == {name for order in orders for name in order}
     models = [{name: model(CALLS[name][0]) for name in order} for order in orders]
     before = [{name: of_model(net) for name, net in own.items()} for own in models]

@@ -10,21 +10,12 @@ from pyflatness.contractions.geometry import Geometry
 from pyflatness.errors import BackendError
 from support.cases import on_threads
 from support.combinations import ENGINES, every
-from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, limit, of_kernels
+from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, check_values, double, layer, limit, of_kernels
 
 
 def check_direct(module, inputs, signal, geometry, root, weight, slack=1):
     values = module.direct(inputs, signal, geometry, root, weight)
-    expected = reference.direct(*double(inputs, signal, geometry, root, weight))
-    for name, value, truth in zip(values._fields, values, expected, strict=True):
-        if truth is None:
-            assert value is None
-            continue
-        assert value.dtype == torch.float64
-        assert value.shape == truth.shape
-        # sums of signed terms: relative to the terms' own size
-        size = truth if name in ("squares", "gram_weighted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
-        assert float(((value - truth).abs() / size).max()) < slack * limit(inputs.dtype), name
+    check_values(values, reference.direct(*double(inputs, signal, geometry, root, weight)), inputs.dtype, slack)
 
 
 def check_grams(module, inputs, signal, geometry):

@@ -11,6 +11,7 @@ from pyflatness.contractions import Geometry, LayerContraction, WithColumns
 from pyflatness.contractions.backends import reference
 from pyflatness.contractions.quantities import QUANTITIES, Forms, Made, Quantities
 from pyflatness.measures import MEASURES
+from support.combinations import every
 
 USERS = {measure.name for measure in MEASURES if measure.quantity}
 
@@ -32,8 +33,7 @@ def test_products_are_named_alike():
     assert Made._fields == Forms._fields
 
 
-@pytest.mark.parametrize("options", [{}, {"curvature": "ggn"}, {"conv": "affine"}, {"probes": 3}])
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+@every(together=1, activation=[nn.ReLU, nn.Tanh], options=[{}, {"curvature": "ggn"}, {"conv": "affine"}, {"probes": 3}])
 def test_under_another_name_a_quantity_is_the_same(activation, options, monkeypatch):
     """Every row is entered a second time, and the measures are of those."""
     expected = values(activation, **options)

@@ -72,10 +72,12 @@ def settings():
         one.fp32_precision = value
 
 
-@pytest.mark.parametrize("matmul", ["none", "ieee", "tf32"])
-@pytest.mark.parametrize("convolution", ["ieee", "tf32"])
-@pytest.mark.parametrize("name", ["groups", "sequence"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every(
+    dtype=[torch.float32, torch.bfloat16],
+    name=["groups", "sequence"],
+    convolution=["ieee", "tf32"],
+    matmul=["none", "ieee", "tf32"],
+)
 def test_products_are_as_precise_as_the_layer_s_own(
     emulated_cuda, settings, monkeypatch, matmul, convolution, name, dtype
 ):

@@ -19,15 +19,7 @@ WIDE = {"float32": torch.float32, "float64": torch.float64}
 def check_products(gradients, geometry, root, weight):
     values = cuda.products(gradients, geometry, root, weight)
     expected = reference.products(*layers.double(gradients, geometry, root, weight))
-    for name, value, truth in zip(values._fields, values, expected, strict=True):
-        if truth is None:
-            assert value is None
-            continue
-        assert value.dtype == torch.float64
-        assert value.shape == truth.shape
-        # sums of signed terms: relative to the terms' own size
-        size = truth if name in ("squares", "gram_weighted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
-        assert float(((value - truth).abs() / size).max()) < layers.limit(gradients.dtype), name
+    layers.check_values(values, expected, gradients.dtype)
 
 
 def matrices(case, dtype, device, n=3):

@@ -7,6 +7,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
+from support import truth
+from support.combinations import every
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -26,7 +28,7 @@ def _dense(model, outputs):
         parts = zip(own.items(), flat.split(sizes), strict=True)
         return LOSS(outputs({name: part.view_as(w) for (name, w), part in parts}, inputs), targets)
 
-    return torch.autograd.functional.hessian(value, torch.cat([w.detach().flatten() for w in own.values()]))
+    return truth.hessian(value, torch.cat([w.detach().flatten() for w in own.values()]))
 
 
 class Direct(nn.Module):
@@ -114,8 +116,7 @@ CALLS = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("first", [True, False])
+@every(together=1, first=[True, False], name=[*CALLS])
 def test_reentrant_checkpointing_is_no_silent_zero(name, first):
     model = Checkpointed(True).double().eval()
     model = model if first else nn.Sequential(nn.Linear(4, 4), model).double().eval()

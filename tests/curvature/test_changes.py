@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 
 
 @pytest.fixture
@@ -17,8 +18,7 @@ def _changed(model, changes):
     return {name: model.get_submodule(name).weight.detach() + change for name, change in changes.items()}
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("per", ["tensor", "channel", "group"])
+@every(together=1, per=["tensor", "channel", "group"], bits=[2, 4, 8])
 def test_rounded_weights_are_multiples_of_their_scale(model, bits, per):
     top = 2 ** (bits - 1)
     for name, weight in _changed(model, pf.changes.rounded(model, bits, per=per, group_size=5)).items():

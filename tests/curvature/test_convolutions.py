@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
 from pyflatness.passes import second_derivatives
+from support.brute_force import all_parameters_hessian
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -44,23 +45,11 @@ def _data(shape):
     return torch.randn(4, *shape, generator=generator).double(), torch.randint(3, (4,), generator=generator)
 
 
-def _dense(model, data, names=None):
-    own = {name: w for name, w in model.named_parameters() if names is None or name in names}
-    sizes = [w.numel() for w in own.values()]
-
-    def value(flat):
-        parts = zip(own.items(), flat.split(sizes), strict=True)
-        held = {name: part.view_as(w) for (name, w), part in parts}
-        return LOSS(torch.func.functional_call(model, held, (data[0],)), data[1])
-
-    return torch.autograd.functional.hessian(value, torch.cat([w.detach().flatten() for w in own.values()]))
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_eigenvalues_are_those_of_the_dense_hessian(name):
     model, data = Net(*KINDS[name]).double().eval(), _data(KINDS[name][1])
     found = pf.spectrum(model, LOSS, data, k=3, which="both")
-    values = torch.linalg.eigvalsh(_dense(model, data)).flip(0)
+    values = torch.linalg.eigvalsh(all_parameters_hessian(model, LOSS, *data)[1]).flip(0)
     torch.testing.assert_close(found.eigenvalues, torch.cat([values[:3], values[-3:]]), rtol=0, atol=1e-7)
     assert all("_conv_forward" not in module.__dict__ for module in model.modules())
 
@@ -69,7 +58,7 @@ def test_a_stride_that_was_set_to_a_number():
     model, data = Net(*KINDS["2d"]).double().eval(), _data(KINDS["2d"][1])
     model.first.stride, model.second.padding = 1, 1
     found = pf.spectrum(model, LOSS, data, k=2)
-    values = torch.linalg.eigvalsh(_dense(model, data)).flip(0)
+    values = torch.linalg.eigvalsh(all_parameters_hessian(model, LOSS, *data)[1]).flip(0)
     torch.testing.assert_close(found.eigenvalues, values[:2], rtol=0, atol=1e-7)
 
 
@@ -79,7 +68,7 @@ def test_without_some_of_the_parameters():
     model.second.bias.requires_grad_(False)
     names = {name for name, w in model.named_parameters() if w.requires_grad}
     found = pf.spectrum(model, LOSS, data, k=2)
-    values = torch.linalg.eigvalsh(_dense(model, data, names)).flip(0)
+    values = torch.linalg.eigvalsh(all_parameters_hessian(model, LOSS, *data, names)[1]).flip(0)
     torch.testing.assert_close(found.eigenvalues, values[:2], rtol=0, atol=1e-7)
 
 

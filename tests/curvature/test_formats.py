@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -114,8 +115,7 @@ def test_bitsandbytes_keep_what_is_planned(dtype):
     _same("nf4", "bitsandbytes", _weight(dtype), functional.dequantize_4bit(packed, state))
 
 
-@pytest.mark.parametrize("tool", ["torchao", "llm-compressor", "gptqmodel", "auto-round", "modelopt"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@every(together=1, bits=[2, 3, 4, 8], tool=["torchao", "llm-compressor", "gptqmodel", "auto-round", "modelopt"])
 def test_integers_are_the_nearest_levels_of_their_tool(tool, bits):
     weight, top = _weight(torch.float32), 2 ** (bits - 1)
     largest = weight.gather(1, weight.abs().argmax(dim=1, keepdim=True))

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from support.brute_force import diagonals, flat, placed
+from support.brute_force import all_parameters_hessian, diagonals
+from support.combinations import every
 from support.functions import Squared
 from support.grid import batches, normal
 from support.networks import CASES
@@ -31,9 +32,7 @@ def assert_is(found, expected, rel=1e-9):
     assert float((joined(found) - expected).abs().max()) <= rel * float(expected.abs().max()) + 1e-14
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["hessian", "ggn"])
-@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh"])
+@every(name=["mlp ReLU", "mlp Tanh"], kind=["hessian", "ggn"], reduction=["mean", "sum"])
 def test_a_class_without_weight_under_label_smoothing(name, kind, reduction):
     """Its samples have a part of the loss, though none of its total weight."""
     case = CASES[name]
@@ -43,8 +42,7 @@ def test_a_class_without_weight_under_label_smoothing(name, kind, reduction):
     assert_is(pf.importance(case.build(), case.loss, batches(case), kind=kind), diagonals(case, kind)[1])
 
 
-@pytest.mark.parametrize("kind", ["hessian", "ggn"])
-@pytest.mark.parametrize("name", [*LINEAR, *CURVED])
+@every(together=1, name=[*LINEAR, *CURVED], kind=["hessian", "ggn"])
 def test_is_the_dense_diagonal(name, kind):
     case = CASES[name]
     model = case.build()
@@ -120,13 +118,8 @@ DATA = [(TOKENS[:4], NEXT[:4]), (TOKENS[4:], NEXT[4:])]
 LOSS = nn.CrossEntropyLoss()
 
 
-def hessian(model, x, y, loss=LOSS):
-    theta, named = flat(model)
-
-    def risk(theta):
-        return loss(torch.func.functional_call(model, placed(named, theta), (x,)), y)
-
-    return torch.autograd.functional.hessian(risk, theta).diagonal()
+def hessian(model, x, y):
+    return all_parameters_hessian(model, LOSS, x, y)[1].diagonal()
 
 
 def test_a_tied_weight_counts_once_with_all_of_its_uses():

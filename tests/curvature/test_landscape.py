@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.brute_force import all_parameters_hessian
+from support.functions import Once
+from support.grid import Net
 from support.unchanged import assert_unchanged, snapshot
 
 LOSS = nn.CrossEntropyLoss()
@@ -178,15 +181,8 @@ def test_layer_wise_normalisation_and_none():
 
 def _dense(model, x, y):
     """The gradient and the Hessian in all parameters, by nested autograd."""
-    names, own = zip(*model.named_parameters(), strict=True)
-    sizes = [p.numel() for p in own]
-
-    def risk(flat):
-        parts = {n: part.view_as(p) for n, part, p in zip(names, flat.split(sizes), own, strict=True)}
-        return LOSS(torch.func.functional_call(model, parts, (x,)), y)
-
-    flat = torch.cat([p.detach().flatten() for p in own])
-    return torch.func.grad(risk)(flat), torch.autograd.functional.hessian(risk, flat)
+    gradients = torch.autograd.grad(LOSS(model(x), y), [*model.parameters()])
+    return torch.cat([part.flatten() for part in gradients]), all_parameters_hessian(model, LOSS, x, y)[1]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -349,25 +345,7 @@ def test_what_does_not_fit_is_refused(options, match):
 
 
 def test_a_model_without_second_derivatives_says_what_to_do():
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, g):
-            return g
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(5, 3)
-
-        def forward(self, x):
-            return Once.apply(self.head(x))
-
-    model = Net().double().eval()
+    model = Net(lambda net, x: Once.apply(net.head(x)), head=nn.Linear(5, 3)).double().eval()
     with pytest.raises(pf.errors.InputError, match="quadratic=False leaves the quadratic model out"):
         pf.landscape(model, LOSS, data(), points=3)
     assert pf.landscape(model, LOSS, data(), points=3, quadratic=False).quadratic is None

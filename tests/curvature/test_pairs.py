@@ -5,6 +5,7 @@ import torch
 
 from pyflatness.numerics.eigenpairs import Search
 from pyflatness.numerics.signs import RandomVectors
+from support.combinations import every
 
 CPU = torch.device("cpu")
 
@@ -45,8 +46,7 @@ MULTIPLE = {
 }
 
 
-@pytest.mark.parametrize("name", MULTIPLE)
-@pytest.mark.parametrize("room", [300, 0])
+@every(together=1, room=[300, 0], name=[*MULTIPLE])
 def test_copies_of_an_eigenvalue_are_counted_with_much_and_with_little_memory(name, room):
     values = _spectrum(MULTIPLE[name])
     matrix = _matrix(values)

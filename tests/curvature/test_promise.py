@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 
 CE = nn.CrossEntropyLoss()
 DRAWS = 20
@@ -59,9 +60,7 @@ def _network(kind):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("measured", [True, False])
-@pytest.mark.parametrize("kind", ["classes", "chains"])
-@pytest.mark.parametrize("bits", [4, 5])
+@every(together=1, bits=[4, 5], kind=["classes", "chains"], measured=[True, False])
 def test_nine_of_ten_intervals_hold_the_change_on_unseen_data(kind, bits, measured):
     model, drawn, count = _network(kind)
     x, y = drawn(40_000, torch.Generator().manual_seed(2))

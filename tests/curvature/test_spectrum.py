@@ -7,6 +7,9 @@ from torch import nn
 import pyflatness as pf
 from pyflatness.numerics.eigenpairs import Search, quadrature
 from pyflatness.numerics.signs import RandomVectors
+from support import truth
+from support.brute_force import all_parameters_hessian, flat, placed
+from support.combinations import every
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -24,19 +27,13 @@ def _data():
 def _dense(model, names, ggn=False):
     """The Hessian, or GGN, of the loss in parameters of these names."""
     inputs, targets = _data()
-    own = dict(model.named_parameters())
-    sizes = [own[name].numel() for name in names]
-
-    def outputs(flat):
-        parts = zip(names, flat.split(sizes), strict=True)
-        return torch.func.functional_call(model, {n: part.view_as(own[n]) for n, part in parts}, (inputs,))
-
-    flat = torch.cat([own[name].detach().flatten() for name in names])
     if not ggn:
-        return torch.autograd.functional.hessian(lambda w: LOSS(outputs(w), targets), flat)
-    jacobian = torch.autograd.functional.jacobian(outputs, flat)
-    p = outputs(flat).detach().softmax(1)
+        return all_parameters_hessian(model, LOSS, inputs, targets, names)[1]
+    theta, named = flat(model, names)
+    jacobian = truth.jacobian(lambda t: torch.func.functional_call(model, placed(named, t), (inputs,)), theta)
+    p = model(inputs).detach().softmax(1)
     factors = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    jacobian = jacobian.view(*p.shape, -1)
     return torch.einsum("nap,nab,nbq->pq", jacobian, factors, jacobian) / len(inputs)
 
 
@@ -47,9 +44,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("layers", BLOCKS)
-@pytest.mark.parametrize("curvature", ["auto", "ggn"])
-@pytest.mark.parametrize("which", ["largest", "smallest", "both"])
+@every(which=["largest", "smallest", "both"], curvature=["auto", "ggn"], layers=[*BLOCKS])
 def test_pairs_are_those_of_the_dense_matrix(layers, curvature, which):
     model, names = _network(), BLOCKS[layers]
     inputs, targets = _data()

@@ -6,14 +6,14 @@ import pytest
 
 import pyflatness as pf
 from support import fuzz
+from support.combinations import in_soak
 from support.fuzzed.verdicts import AGREES, CALLS, REFUSED, Total
 
-IN_THE_SUITE = 60
 CHUNK = 25  # networks of a soak test, so that workers share them
 SOAK = range(1000, 3000, CHUNK)
 
 
-@pytest.mark.parametrize("seed", range(IN_THE_SUITE))
+@pytest.mark.parametrize("seed", [*range(20), *in_soak(*range(20, 60))])
 def test_network(seed):
     verdict = fuzz.judge(seed)
     assert not verdict.failures, f"\n{verdict}"

@@ -17,25 +17,14 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
+from support import truth
+from support.combinations import in_soak
+from support.functions import WeightInBackward
 from support.grid import normal
 
 WIDTH, SAMPLES, OUTPUTS = 4, 6, 3
 LOSS = nn.MSELoss()
-CHUNKS = 20
-
-
-class Behind(torch.autograd.Function):
-    """The identity, whose backward pass has a weight."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
-        return gradient @ weight, None
+CHUNKS = 50
 
 
 def with_gradient(layer, x):
@@ -85,7 +74,7 @@ class Block(nn.Module):
         elif self.kind == "detached":
             h = self.layer(x) + x @ self.layer.weight.detach()
         elif self.kind == "custom":
-            h = Behind.apply(torch.tanh(self.layer(x)), self.layer.weight)
+            h = WeightInBackward.apply(torch.tanh(self.layer(x)), self.layer.weight)
         elif self.kind == "checkpointed":
             h = checkpoint(with_gradient, self.layer, x, use_reentrant=False)
         elif self.kind == "stacked":
@@ -155,13 +144,8 @@ def check(seed: int) -> None:
     def traces(name: str, place: str) -> tuple[float, float]:
         weight = parameters[name]
         (gradient,) = torch.autograd.grad(LOSS(simple(x.clone()), y), weight, create_graph=True, materialize_grads=True)
-        rows = [
-            torch.autograd.grad(entry, weight, retain_graph=True, materialize_grads=True)[0]
-            for entry in gradient.flatten()
-            if gradient.requires_grad
-        ]
-        weight, hessian = weight.detach(), torch.stack(rows or [torch.zeros_like(weight)] * weight.numel())
-        hessian = hessian.view(*weight.shape, *weight.shape)
+        hessian = truth.rows(gradient, weight).view(*weight.shape, *weight.shape)
+        weight = weight.detach()
         if place:
             weight, hessian = weight[int(place)], hessian[int(place), :, :, int(place)]
         blocks = torch.einsum("sjtj->st", hessian)
@@ -201,7 +185,7 @@ def matters(model: nn.Module, x: torch.Tensor, name: str) -> bool:
     return not torch.allclose(before, after)
 
 
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.soak) for chunk in range(1, CHUNKS))])
+@pytest.mark.parametrize("chunk", [0, *in_soak(*range(1, CHUNKS))])
 def test_no_wrong_value_is_called_exact(chunk: int) -> None:
-    for seed in range(50 * chunk, 50 * (chunk + 1)):
+    for seed in range(20 * chunk, 20 * (chunk + 1)):
         check(seed)

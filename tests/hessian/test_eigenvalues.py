@@ -7,6 +7,7 @@ from torch import nn
 import pyflatness as pf
 from pyflatness.losses.custom import CustomLoss
 from support import grid, truth
+from support.combinations import every, in_turn
 from support.grid import batches
 from support.networks import CASES, LAYERS
 
@@ -32,7 +33,7 @@ JOINT = ("mlp ReLU", "mlp Tanh", "custom loss, Tanh", "siamese", "recurrent", "g
          "cnn", "tokens, tied head")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", JOINT)
+@in_turn(2, "name", JOINT)
 def test_the_network_is_the_joint_hessian(name):
     case = CASES[name]
     arguments = (case.loss, case.inputs, case.targets, case.layers)
@@ -55,8 +56,7 @@ def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
     assert any("Lanczos" in note for note in report[layer, "relative_flatness_max"].notes) == (usual == 0)
 
 
-@pytest.mark.parametrize("options", [{"memory": 1}, {"memory": 3000}, {}])
-@pytest.mark.parametrize("size", [1, 4, 6])
+@every(together=1, size=[1, 4, 6], options=[{"memory": 1}, {"memory": 3000}, {}])
 def test_cuts_change_nothing(size, options):
     case = CASES["custom loss, Tanh"]
     report = pf.measure(case.build(), case.loss, batches(case, size), measures=EIGENVALUES, **options)

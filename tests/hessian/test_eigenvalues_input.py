@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.hessian import row_blocks
+from support.combinations import every
 from support.functions import Opaque, Relu, network
 from support.grid import CASES, Net
 from support.networks import mlp
@@ -24,9 +25,7 @@ def spoiled(rows=(3,)):
     return list(zip(x.split(2), Y.split(2), strict=True))
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
-@pytest.mark.parametrize("policy", ["raise", "omit", "propagate"])
+@every(policy=["raise", "omit", "propagate"], activation=[nn.ReLU, nn.Tanh], measure=[*MEASURES])
 def test_nan(measure, activation, policy):
     with torch.random.fork_rng(), torch.no_grad():
         model = mlp(5, 6, 4, activation=activation).double().eval()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pyflatness as pf
 from pyflatness.errors import InputError
-from support import ROOT
+from support import ROOT, truth
 from support.unchanged import assert_unchanged, snapshot
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -372,14 +372,12 @@ def _curvature(network: Network, weight: Tensor) -> Tensor:
     outputs, targets = forward(network.model, network.data)
     risk = network.loss
     if network.options.get("curvature") == "ggn":
-        inner = torch.autograd.functional.hessian(lambda o: risk(o, targets), outputs.detach())
-        rows = [torch.autograd.grad(entry, weight, retain_graph=True)[0] for entry in outputs.flatten()]
-        jacobian = torch.stack(rows).flatten(1)
+        inner = truth.hessian(lambda o: risk(o, targets), outputs.detach())
+        jacobian = truth.rows(outputs, weight).flatten(1)
         matrix = jacobian.t() @ inner.flatten(2).flatten(0, 1) @ jacobian
     else:
         (gradient,) = torch.autograd.grad(risk(outputs, targets), weight, create_graph=True)
-        rows = [torch.autograd.grad(entry, weight, retain_graph=True)[0] for entry in gradient.flatten()]
-        matrix = torch.stack(rows).flatten(1)
+        matrix = truth.rows(gradient, weight).flatten(1)
     shape = weight.flatten(1).shape
     return matrix.unflatten(1, shape).unflatten(0, shape)
 

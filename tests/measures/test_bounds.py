@@ -14,6 +14,7 @@ from support import networks
 from support.bounds import holds
 from support.brute_force import network
 from support.cases import INDICES, C, M
+from support.combinations import in_turn
 from support.grid import normal
 from support.jacobian_truth import places
 from support.minimiser import brute_force
@@ -92,7 +93,7 @@ def test_both_sides_by_brute_force(activation):
         assert row.log == (equation.startswith(("9", "10")))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@in_turn(4, "seed", range(60))
 def test_the_inequalities_hold_for_linear_layers(seed):
     generator = torch.Generator().manual_seed(seed)
     depth, n = (int(torch.randint(1, high, (), generator=generator)) for high in (5, 9))

@@ -26,13 +26,18 @@ from support.cases import (
     Tokens,
     to,
 )
+from support.combinations import every, in_turn
+from support.functions import Once, Squared
 from support.grid import Net, normal
 from support.residual import LOSS
 from support.unchanged import assert_unchanged, snapshot
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.GELU])
-@pytest.mark.parametrize("loss", ["cross-entropy", "label smoothing", "squared error", "binary", "custom", "huber"])
+@every(
+    together=1,
+    loss=["cross-entropy", "label smoothing", "squared error", "binary", "custom", "huber"],
+    activation=[nn.ReLU, nn.Tanh, nn.GELU],
+)
 def test_fisher_rao_by_brute_force(activation, loss):
     model = network(M, 6, 5, C, activation=activation)
     criterion, y = (to(torch.float64, part) for part in LOSSES[loss])
@@ -76,23 +81,9 @@ def test_fisher_rao_of_relu_layers_without_bias(depth):
     assert one("fisher_rao", model, nn.CrossEntropyLoss(), (X, INDICES)).value == pytest.approx(float(expected))
 
 
-class Cubed(torch.autograd.Function):
-    """An operation without forward mode."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
-
-
 def test_fisher_rao_without_forward_mode():
     model, other = (Net(lambda net, x, f=f: net.b(f(net.a(x))), a=nn.Linear(M, 6), b=nn.Linear(6, C)).double()
-        for f in (Cubed.apply, lambda x: x**3))  # fmt: skip
+        for f in (Squared.apply, torch.square))  # fmt: skip
     other.load_state_dict(model.state_dict())
     before = snapshot(model)
     value = one("fisher_rao", model, nn.CrossEntropyLoss(), [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])]).value
@@ -139,12 +130,6 @@ def test_fisher_rao_in_half_precision(dtype):
 
 
 def test_fisher_rao_of_what_cannot_be_derived_says_so():
-    class Once(Cubed):
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, g):
-            return Cubed.backward(ctx, g)
-
     model = Net(lambda net, x: net.b(Once.apply(net.a(x))), a=nn.Linear(M, 6), b=nn.Linear(6, C)).double()
     with pytest.raises(
         pf.errors.NotYetError, match="fisher_rao: the model has operations without derivatives in forward mode"
@@ -164,7 +149,7 @@ ONE_TERM = [
 ]
 
 
-@pytest.mark.parametrize("name", ONE_TERM)
+@in_turn(2, "name", ONE_TERM)
 def test_fisher_rao_over_the_grid(name):
     """Per sample by autograd: ⟨θ, ∂ℓ_i/∂θ⟩ through the rows of sample i alone."""
     case = networks.CASES[name]

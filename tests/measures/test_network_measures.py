@@ -11,6 +11,7 @@ import pyflatness as pf
 from pyflatness.measures import MEASURES
 from support.brute_force import X, all_parameters_hessian, network, one, products
 from support.cases import INDICES, C, M, N
+from support.combinations import in_soak
 from support.grid import normal
 from support.residual import LOSS
 from support.unchanged import assert_unchanged, snapshot
@@ -62,8 +63,9 @@ def test_adaptive_sharpness_mc_of_a_quadratic_risk_is_the_exact_sum():
         assert not estimate.exact
 
 
-def test_adaptive_sharpness_mc_of_small_noise():
-    model = network(M, 6, C, activation=nn.Tanh)
+@pytest.mark.parametrize("activation", [nn.Tanh, *in_soak(nn.SiLU)])
+def test_adaptive_sharpness_mc_of_small_noise(activation):
+    model = network(M, 6, C, activation=activation)
     model[0].bias.requires_grad_(False)
     theta, hessian = all_parameters_hessian(model, LOSS, X, INDICES)
     exact = float((theta.square() * hessian.diagonal()).sum())

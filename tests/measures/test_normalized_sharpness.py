@@ -8,9 +8,10 @@ import pyflatness as pf
 from pyflatness.measures import normalized_sharpness
 from pyflatness.measures.normalized_sharpness import minimised
 from support import grid, truth
+from support.combinations import ENGINES, every, in_turn
 from support.grid import batches, normal
 from support.minimiser import brute_force
-from support.networks import CASES, layers_in_turn, networks_in_turn
+from support.networks import CASES, LAYERS, networks_in_turn
 
 
 def bound(curvature, weight):
@@ -33,9 +34,9 @@ def test_rank_one(d, m):
     assert scaled.value == pytest.approx(found.value, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("d", "m"), [(2, 2), (4, 6), (20, 9)])
-def test_against_a_general_minimiser(d, m, seed):
+@every(together=1, size=[(2, 2), (4, 6), (20, 9)], seed=range(5))
+def test_against_a_general_minimiser(size, seed):
+    d, m = size
     curvature, weight = normal(seed, d, m).square(), normal(seed + 50, d, m)
     found = minimised(curvature, weight)
     assert found.gradient <= normalized_sharpness.TOLERANCE
@@ -85,8 +86,7 @@ def expected_of(case, layer, matrix):
     return sum(brute_force(h, w) for h, w in pairs)
 
 
-@pytest.mark.parametrize("curvature", ["ggn", "auto"])
-@layers_in_turn(2)
+@in_turn(5, ("name", "layer", "curvature"), [(*place, curvature) for place in LAYERS for curvature in ("ggn", "auto")])
 def test_every_layer(name, layer, curvature):
     case = CASES[name]
     matrix = (grid.ggn if curvature == "ggn" else grid.hessian)(case, layer)
@@ -103,7 +103,7 @@ def test_every_layer(name, layer, curvature):
     assert estimate.exact == ((curvature == "auto" or layer in case.linear) and not stopped)
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp ReLU", "tokens", "siamese"])
+@every(together=1, name=["cnn", "mlp ReLU", "tokens", "siamese"], engine=ENGINES)
 def test_every_backend_and_memory(name, engine):
     case = CASES[name]
     options = {"measures": "normalized_sharpness", "curvature": "ggn", "layers": list(case.layers)}
@@ -137,7 +137,7 @@ def norms(case, layer):
     return max(float(torch.linalg.svdvals(part)[0]) for part in parts), float(torch.cat(parts).norm())
 
 
-@networks_in_turn(2)
+@networks_in_turn(4)
 def test_matrix_normalised(name):
     case = CASES[name]
     traces = {layer: truth.trace_of(grid.hessian(case, layer)) for layer in case.layers}
@@ -168,8 +168,8 @@ def test_matrix_normalised_shares_the_traces():
 def test_matrix_normalised_sampled():
     case = CASES["mlp Tanh"]
     options = {"measures": MATRIX, "layers": "2", "curvature": "ggn"}
-    exact = pf.measure(case.build(), case.loss, batches(case), **options)
-    found = pf.measure(case.build(), case.loss, batches(case), probes=500, **options)
+    exact, found = (pf.measure(case.build(), case.loss, batches(case, 6), **options, **how)
+                    for how in ({}, {"probes": 500}))  # fmt: skip
     for measure in MATRIX:
         assert 0 < found[measure].stderr < 0.1 * exact[measure].value
         assert abs(found[measure].value - exact[measure].value) <= 4 * found[measure].stderr

@@ -10,6 +10,7 @@ import pyflatness as pf
 from support import jacobian_truth, networks
 from support.brute_force import network
 from support.cases import INDICES, C, M
+from support.combinations import every, in_turn
 from support.grid import Net, normal
 from support.residual import LOSS
 from support.unchanged import assert_unchanged, snapshot
@@ -19,7 +20,7 @@ OF_PLACES = ("mls", "normalized_mls", "input_invariant_mls", "log_volume", "volu
 UNREADABLE = {"gathered tokens"}  # rows cannot be told apart by sample in a batch
 
 
-@pytest.mark.parametrize("name", [name for name in networks.CASES if name not in UNREADABLE and "loss:" not in name])
+@in_turn(2, "name", [name for name in networks.CASES if name not in UNREADABLE and "loss:" not in name])
 def test_brute_force_over_the_grid(name):
     case = networks.CASES[name]
     model = case.build().requires_grad_(True)
@@ -281,8 +282,7 @@ def test_too_many_outputs():
         pf.representation(model, LOSS, (X.float(), INDICES))
 
 
-@pytest.mark.parametrize("stop", [False, True])
-@pytest.mark.parametrize("name", ["cnn", "attention", "pruned", "weight norm", "checkpointed"])
+@every(together=1, name=["cnn", "attention", "pruned", "weight norm", "checkpointed"], stop=[False, True])
 def test_no_trace_is_left(name, stop):
     case = networks.CASES[name]
     model = case.build().requires_grad_(True)

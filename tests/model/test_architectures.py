@@ -1,4 +1,7 @@
-"""Every weight of twenty architectures on small configurations: measured as the dense Hessian says, or named."""
+"""Every weight of twenty architectures on small configurations: measured as the dense Hessian says, or named.
+
+Also the table of them in docs/models.md, against what is measured; and full configurations, on the meta device.
+"""
 
 import functools
 
@@ -9,23 +12,10 @@ import pyflatness as pf
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from support import known_stderr, weight_truth
-from support.architectures import ARCHITECTURES, Architecture, lora
-from support.full_architectures import coverage
-
-LOSS = torch.nn.CrossEntropyLoss()
-MEASURES = ["relative_flatness", "trace"]
-BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
-
-
-def measured(architecture: Architecture, model: torch.nn.Module, measures=MEASURES, **options) -> pf.results.Report:
-    return pf.measure(model, LOSS, [architecture.batch()], measures=measures, forward=architecture.forward, **options)
-
-
-@functools.cache
-def exact(name: str) -> tuple[torch.nn.Module, pf.results.Report]:
-    model = BY_NAME[name].model()
-    return model, measured(BY_NAME[name], model)
+from support import known_stderr, models_page, weight_truth
+from support.architectures import MEASURES, Architecture, exact, lora
+from support.combinations import in_turn
+from support.full_architectures import BY_NAME, coverage, of_full
 
 
 def check_layers(architecture: Architecture, model: torch.nn.Module, report: pf.results.Report, rel: float) -> None:
@@ -44,7 +34,7 @@ def check_layers(architecture: Architecture, model: torch.nn.Module, report: pf.
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_weight_is_measured_as_the_hessian_says_or_named(name: str) -> None:
-    model, report = exact(name)
+    model, report = exact(BY_NAME[name])
     rel = 1e-5 if name == "Mixtral" else 1e-9  # it routes in float32
     check_layers(BY_NAME[name], weight_truth.with_effective_weights(model), report, rel)
     assert all(report[layer, measure].exact for layer in report.layers for measure in MEASURES)
@@ -57,9 +47,19 @@ def test_every_weight_is_measured_as_the_hessian_says_or_named(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", BY_NAME)
+def test_the_row_of_the_table_is_what_is_measured_and_every_weight_in_it_or_named(name: str) -> None:
+    found = of_full(name)
+    measured = sum(layer.entries for layer in found.layers.values())
+    assert measured / found.entries + sum(found.uncovered.values()) == pytest.approx(1)
+    rows = models_page.on_page().splitlines()[2:]
+    expected = dict(zip(BY_NAME, rows, strict=True))[name]
+    assert models_page.row(BY_NAME[name]) == expected, "python tests/support/models_page.py --write"
+
+
+@in_turn(3, "name", BY_NAME)
 def test_sampled_values_are_within_their_errors(name: str) -> None:
-    model, truth = exact(name)
-    report = measured(BY_NAME[name], model, probes=96)
+    model, truth = exact(BY_NAME[name])
+    report = BY_NAME[name].measured(model, probes=96)
     assert report.layers == truth.layers
     for layer in report.layers:
         for measure in MEASURES:
@@ -70,7 +70,7 @@ def test_sampled_values_are_within_their_errors(name: str) -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_exact_values_take_as_many_passes_as_the_table_counts(name: str) -> None:
     """Read them off the error of a call that may take one less."""
-    architecture, (model, report) = BY_NAME[name], exact(name)
+    architecture, (model, report) = BY_NAME[name], exact(BY_NAME[name])
     counted = coverage(model, architecture.batch(), architecture.forward)
     for layer in {report.layers[0], report.layers[len(report.layers) // 2]}:
         method = report[layer, "relative_flatness"].method
@@ -80,7 +80,7 @@ def test_exact_values_take_as_many_passes_as_the_table_counts(name: str) -> None
         passes = counted.layers[layer].products if by_hessian else counted.passes
         said = rf"\b{passes} {'Hessian products' if by_hessian else 'backward passes'} "
         with pytest.raises(pf.errors.InputError, match=said):
-            measured(architecture, model, ["relative_flatness"], layers=layer, max_passes=passes - 1)
+            architecture.measured(model, ["relative_flatness"], layers=layer, max_passes=passes - 1)
     assert counted.uncovered == report.uncovered
 
 
@@ -103,11 +103,11 @@ def test_adapters_of_peft(how: str) -> None:
         before = architecture.risk(model).item()
         model.merge_adapter()
         assert architecture.risk(model).item() == pytest.approx(before)
-    report = measured(architecture, model)
+    report = architecture.measured(model)
     check_layers(architecture, model, report, 1e-9)
     adapters = {name for name in weight_truth.weights(model) if "lora_" in name}
     if how == "merged":
-        layer, plain = "base_model.model.model.layers.0.self_attn.q_proj.base_layer", exact(llama.name)[1]
+        layer, plain = "base_model.model.model.layers.0.self_attn.q_proj.base_layer", exact(llama)[1]
         assert report[layer, "trace"].value == pytest.approx(plain[layer, "trace"].value)
         assert report[layer, "relative_flatness"].value != pytest.approx(plain[layer, "relative_flatness"].value)
         assert {name for name in report.uncovered if "lora_" in name} == adapters

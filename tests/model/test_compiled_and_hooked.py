@@ -48,7 +48,7 @@ def check(name, net):
     assert str(CALLS[name](net, LOSS, DATA)) == str(CALLS[name](Net(), LOSS, DATA))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@in_turn(2, "name", CALLS)
 def test_every_public_call_gives_of_a_hooked_network_what_it_gives_of_the_plain_one(name):
     check(name, hooked())
 

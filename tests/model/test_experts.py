@@ -9,6 +9,7 @@ import pyflatness as pf
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from support import weight_truth
+from support.combinations import every, in_turn
 from support.grid import normal
 from support.mixtures import EXPERTS, FIRST, IMPLEMENTATIONS, KINDS, Mixture
 from support.unchanged import assert_unchanged, snapshot
@@ -29,8 +30,7 @@ def values(report, layer):
     return tuple(report[layer, measure].value for measure in MEASURES)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@every(together=1, kind=[*KINDS], implementation=[*IMPLEMENTATIONS])
 def test_values_are_those_of_the_very_parameter(kind, implementation):
     model = Mixture(kind, implementation)
     parameters, before, outputs = [*model.parameters()], snapshot(model), model(X)
@@ -56,7 +56,7 @@ def ggn_trace(model, layer):
     return float(torch.einsum("nai,nab,nbi", rows, curvature, rows))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn(2, "kind", KINDS)
 def test_ggn_and_probes(kind):
     model = Mixture(kind)
     exact = pf.measure(model, LOSS, (X, Y), measures=MEASURES, curvature="ggn")

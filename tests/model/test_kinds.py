@@ -6,6 +6,7 @@ from torch import nn
 
 from pyflatness.model import kinds, layers
 from pyflatness.model.kinds import AnyUse, Convolution, TransposedLinear
+from support.combinations import every
 
 CONVOLUTIONS = {
     "plain": nn.Conv2d(4, 6, 3),
@@ -73,8 +74,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODULES)
+@every(together=1, name=[*MODULES], dtype=[torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_what_is_seen(name, dtype):
     module, shape = MODULES[name]

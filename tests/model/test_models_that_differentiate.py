@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 
 import pyflatness as pf
 from support import truth
+from support.functions import WeightInBackward
 from support.grid import Net, normal
 
 X = normal(0, 8, 3)
@@ -90,7 +91,7 @@ def expected(model, x, y, layer):
     """Return κ and the trace of a layer's weight, by the Hessian in the parameter itself."""
     name = layer if layer in dict(model.named_parameters()) else f"{layer}.weight"
     weight = model.get_parameter(name).detach()
-    hessian = torch.autograd.functional.hessian(lambda w: risk_of(model, x, y, **{name: w}), weight)
+    hessian = truth.hessian(lambda w: risk_of(model, x, y, **{name: w}), weight)
     rows, columns = len(weight), weight[0].numel()
     traces = hessian.reshape(rows, columns, rows, columns).diagonal(dim1=1, dim2=3).sum(-1)
     flat = weight.flatten(1)
@@ -130,20 +131,6 @@ def test_verify_agrees(name: str) -> None:
         result = pf.verify(model, LOSS, data_of(model), layer)
         assert result, result
         assert result.truth == pytest.approx(expected(model, *data_of(model), layer)[0], rel=1e-9)
-
-
-class WeightInBackward(torch.autograd.Function):
-    """The identity, with a weight in its backward pass alone."""
-
-    @staticmethod
-    def forward(ctx, h, weight):
-        ctx.save_for_backward(weight)
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
-        return gradient @ weight, None
 
 
 @pytest.mark.parametrize("place", ["behind", "in front"])
@@ -193,7 +180,7 @@ def test_measures_of_the_network_are_those_of_the_parameters() -> None:
         parts = vector.split([p.numel() for p in theta.values()])
         return risk_of(model, x, y, **{n: v.view_as(p) for (n, p), v in zip(theta.items(), parts, strict=True)})
 
-    hessian = torch.autograd.functional.hessian(risk, flat)
+    hessian = truth.hessian(risk, flat)
     assert report["sharpness"].value == pytest.approx(float(hessian.trace()), rel=1e-9)
     assert report["adaptive_sharpness"].value == pytest.approx(float(hessian.diagonal() @ flat.square()), rel=1e-9)
     weights = torch.cat([torch.full((p.numel(),), p.ndim == 2) for p in theta.values()])

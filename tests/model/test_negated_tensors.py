@@ -10,6 +10,7 @@ from pyflatness.contractions.backends import compiled, reference
 from pyflatness.contractions.kernels import array, dense, dense_rows, plain, span, strided
 from pyflatness.errors import BackendError
 from support.cases import C, M
+from support.combinations import every
 from support.grid import Net, normal
 
 
@@ -66,8 +67,7 @@ def test_no_address_is_given_of_one(take):
         take(made(negated(normal(0, 3, 4))))
 
 
-@pytest.mark.parametrize("classes", [C, 70, 1500])
-@pytest.mark.parametrize("loss", ["cross_entropy", "mse_loss", "binary_cross_entropy_with_logits"])
+@every(together=1, loss=["cross_entropy", "mse_loss", "binary_cross_entropy_with_logits"], classes=[C, 70, 1500])
 def test_heads(loss, classes):
     features, weight, bias = normal(0, 9, M), normal(1, classes, M), normal(2, classes)
     expected = pf.head_flatness(features, weight, bias, loss=loss)

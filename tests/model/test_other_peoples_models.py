@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.errors import InputError
+from support.combinations import every
 
 X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 Y, TOKENS = torch.arange(8) % 3, torch.arange(32).reshape(8, 4) * 5 % 7
@@ -122,8 +123,7 @@ def lookup(module):
     return nn.Sequential(module, nn.Flatten(), nn.Linear(20, 3)).double()
 
 
-@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
-@pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
+@every(together=1, kind=["ggn", "hessian", "fisher"], option=["sparse", "scale_grad_by_freq"])
 def test_options_of_gradients_change_no_value(kind, option):
     tokens = TOKENS % 3  # some more than once in a sample
     sparse = lookup(nn.Embedding(7, 5, **{option: True}))

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from support.combinations import every
 from support.grid import Net, normal
 from support.parameter_truth import ParameterTruth
 
@@ -123,8 +124,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.parametrize("activation", [torch.relu, torch.tanh])
-@pytest.mark.parametrize("name", COMPUTED)
+@every(together=1, name=[*COMPUTED], activation=[torch.relu, torch.tanh])
 def test_a_weight_that_is_computed_counts_as_that_of_a_parametrised_layer(name, activation):
     make, x = COMPUTED[name]
     model = net(make, activation)

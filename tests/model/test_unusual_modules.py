@@ -1,8 +1,6 @@
 """Modules, layers and data that cannot be measured as they are, each right or refused by name: no error of torch's."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 import pyflatness as pf
 from support.grid import Net, normal
+from support.ranks import outcomes
 
 X, Y = normal(1, 12, 5), torch.arange(12) % 3
 LOSS = nn.CrossEntropyLoss()
@@ -71,33 +70,29 @@ def test_a_model_with_a_scripted_function_cannot_be_copied():
             call()
 
 
-SHARDED = """
-import torch, pyflatness as pf
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+def sharded(rank, size):
+    """Values before and after a model is in one shard, and what another call says then."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).double()
-arguments = net, torch.nn.CrossEntropyLoss(), (torch.randn(4, 5).double(), torch.tensor([0, 1, 2, 0]))
-before = pf.measure(*arguments).by_measure()
-fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-for measure, values in pf.measure(*arguments).by_measure().items():
-    for layer, value in values.items():
-        assert abs(float(value) - float(before[measure][layer])) <= 1e-12 * float(value), (measure, layer)
-try:
-    pf.block_traces(*arguments)
-except pf.errors.InputError as error:
-    print(error)
-dist.destroy_process_group()
-"""
+    net = mlp()
+    before = pf.measure(net, LOSS, (X, Y)).by_measure()
+    fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(pf.errors.InputError) as refused:
+        pf.block_traces(net, LOSS, (X, Y))
+    after = pf.measure(net, LOSS, (X, Y)).by_measure()
+    return {(measure, layer): (float(value), float(after[measure][layer]))
+            for measure, values in before.items() for layer, value in values.items()}, str(refused.value)  # fmt: skip
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_weights_in_one_shard():
     """One rank measures such a model by itself; other calls refuse it as they do on several ranks."""
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=True, timeout=120)
-    assert "model: its parameter '0.weight' is a DTensor, spread over processes" in done.stdout
+    ((values, refused),) = outcomes("model.test_unusual_modules", ["sharded"], 1)["sharded"]
+    assert len(values) > 3
+    for (measure, layer), (before, after) in values.items():
+        assert after == pytest.approx(before, rel=1e-12), (measure, layer)
+    assert "model: its parameter '0.weight' is a DTensor, spread over processes" in refused
 
 
 # --- StopIteration ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyflatness as pf
 from support import known_stderr, truth
+from support.combinations import every
 from support.grid import Net, normal
 
 LOSS = nn.CrossEntropyLoss()
@@ -116,8 +117,7 @@ def approx(value, rel=1e-8):
     return pytest.approx(value, rel=rel, abs=1e-11)
 
 
-@pytest.mark.parametrize("curvature", ["auto", "ggn"])
-@pytest.mark.parametrize("name", SHARED)
+@every(together=1, name=[*SHARED], curvature=["auto", "ggn"])
 def test_sums(name, curvature):
     model, x, y, layer, linear = built(name)
     matrix, weight, groups = ggn(name) if curvature == "ggn" else hessian(name)
@@ -151,8 +151,7 @@ def test_eigenvalues_and_block_traces(name):
         torch.testing.assert_close(found, truth.block_traces(matrix, groups), rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("probes", [60, "adaptive"])
-@pytest.mark.parametrize("name", SHARED)
+@every(together=1, name=[*SHARED], probes=[60, "adaptive"])
 def test_sampled(name, probes):
     model, x, y, layer, _ = built(name)
     measures = SUMS[:2] if probes == "adaptive" else SUMS[:3]

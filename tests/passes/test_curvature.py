@@ -9,7 +9,7 @@ import pyflatness as pf
 from pyflatness.passes import linearity
 from pyflatness.passes.recorder import Recorder
 from support import truth
-from support.functions import Opaque, Relu, network
+from support.functions import Once, Opaque, Relu, network
 from support.grid import Net
 
 X, Y = torch.randn(6, 4, 4, 4), torch.arange(6) % 3
@@ -153,18 +153,6 @@ def test_products_that_are_curved_at_later_samples():
         )
         assert estimate.value == pytest.approx(truth.of_model(net, nn.CrossEntropyLoss(), x, Y, "body"), rel=1e-9)
         assert (estimate.method, estimate.exact) == ("hessian", True)
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.tanh()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
 
 
 @pytest.mark.parametrize("width", [1, 5])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 from support.grid import Net, normal
 from support.public_calls import CALLS
 
@@ -39,8 +40,7 @@ def cut(size):
     return list(zip(X.split(size), Y.split(size), strict=True))
 
 
-@pytest.mark.parametrize("layer", ["body", None])
-@pytest.mark.parametrize("way", DECIDED)
+@every(together=1, way=[*DECIDED], layer=["body", None])
 def test_a_value_is_that_of_single_samples_or_none(way, layer):
     refused = 0
     for seed in range(5):
@@ -56,8 +56,7 @@ def test_a_value_is_that_of_single_samples_or_none(way, layer):
     assert refused
 
 
-@pytest.mark.parametrize("layer", ["body", None])
-@pytest.mark.parametrize("way", BY_SAMPLE)
+@every(together=1, way=[*BY_SAMPLE], layer=["body", None])
 def test_what_is_decided_for_each_sample_by_itself_does_no_harm(way, layer):
     net = network(BY_SAMPLE[way])
     whole, single = (pf.relative_flatness(net, LOSS, cut(size), layer, curvature="ggn") for size in (24, 1))

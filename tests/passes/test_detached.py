@@ -11,6 +11,7 @@ from torch import nn
 
 import pyflatness as pf
 from support import truth
+from support.combinations import every, in_turn
 from support.grid import Net
 
 X = torch.randn(9, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -186,7 +187,7 @@ def test_values_behind_a_detached_way_are_not_called_exact(way):
         pf.block_traces(net, LOSS, (X, Y), "front")
 
 
-@pytest.mark.parametrize("way", CUT)
+@in_turn(3, "way", CUT)
 def test_the_head_behind_it_is_exact(way):
     estimate = pf.relative_flatness(network(CUT[way]), LOSS, (X, Y))
     assert (estimate.method, estimate.exact, estimate.notes) == ("head", True, ())
@@ -310,8 +311,7 @@ LOGGED = {
 }
 
 
-@pytest.mark.parametrize("taken", LOGGED)
-@pytest.mark.parametrize("when", ["never", "always", "later"])
+@every(together=1, when=["never", "always", "later"], taken=[*LOGGED])
 def test_numbers_that_are_taken_out_of_activations_are_told_where_outputs_depend_on_them(taken, when):
     """Of one sample each, since numbers of a batch mix its samples."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 from support.public_calls import CALLS, batches
 
 LOSS = nn.CrossEntropyLoss()
@@ -50,8 +51,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("call", CALLS)
+@every(together=1, call=[*CALLS], kind=[*KINDS])
 def test_every_public_call_refuses(call, kind):
     first, message = KINDS[kind]
     if (call, kind) == ("spectrum", "calls that are counted"):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.errors import InputError
+from support.combinations import every
 from support.graphs import Atoms, Graphs, Messages, called
 
 SIZES = (3, 7, 1, 5, 4, 6, 2)
@@ -36,9 +37,7 @@ def _check_same(found, expected):
         assert (one.exact, one.method) == (estimate.exact, estimate.method)
 
 
-@pytest.mark.parametrize("normalize", [None, "std"])
-@pytest.mark.parametrize("activation", [torch.relu, torch.tanh])
-@pytest.mark.parametrize("kind", [Messages, Atoms])
+@every(kind=[Messages, Atoms], activation=[torch.relu, torch.tanh], normalize=[None, "std"])
 def test_values_are_those_of_one_graph_a_batch(kind, activation, normalize):
     network, (graphs, _) = _network(kind, activation=activation), _graphs()
     found = pf.measure(network, "cross_entropy", _batches(), forward=called, normalize=normalize)

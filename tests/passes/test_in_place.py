@@ -6,6 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from support import truth
+from support.combinations import every
 from support.grid import Net
 
 transformers = pytest.importorskip("transformers", reason="its Conv1D is one of the layers")
@@ -109,8 +110,7 @@ def transposed_weight():
 LAYERS = {"bias": lambda: nn.Linear(6, 6), "no bias": lambda: nn.Linear(6, 6, bias=False), "Conv1D": transposed_weight}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("behind", BEHIND)
+@every(together=1, behind=[*BEHIND], layer=[*LAYERS])
 def test_relative_flatness_is_that_of_the_hessian(behind, layer):
     net = Network(BEHIND[behind], LAYERS[layer])
     for name in ("front", "a"):
@@ -134,8 +134,7 @@ def _truth(net, name):
     return truth.relative_flatness(risk, layer.weight.detach().t() if is_transposed else layer.weight.detach())
 
 
-@pytest.mark.parametrize("options", [{}, {"curvature": "ggn"}, {"probes": 3}, {"normalize": "std"}], ids=str)
-@pytest.mark.parametrize("behind", BEHIND)
+@every(together=1, behind=[*BEHIND], options=[{}, {"curvature": "ggn"}, {"probes": 3}, {"normalize": "std"}])
 def test_every_measure_is_that_of_copies(behind, options):
     measures = [name for name in MEASURES if not (options.get("probes") and name in EXACT_ALONE)]
     if options:

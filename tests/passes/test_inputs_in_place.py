@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 from support.grid import Net, normal
 from support.public_calls import CALLS
 
@@ -53,9 +54,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("samples", [1, 2, 11])
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("change", CHANGES)
+@every(change=[*CHANGES], held=[*HELD], samples=[1, 2, 11])
 def test_values_are_those_of_a_model_that_changes_nothing(change, held, samples):
     give, take = HELD[held]
     batches = data(samples, give)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import pyflatness as pf
+from support.combinations import every
 
 MIB = 2**20
 LOSS = nn.CrossEntropyLoss()
@@ -72,15 +73,13 @@ def most_at_once(call):
     return max(accumulate((event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), initial=0))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_stays_within_its_memory(name):
+@every(together=1, name=[*CALLS], memory=[8, 16, 32])
+def test_a_call_stays_within_its_memory(name, memory):
     model = network()
     data = [(torch.randn(N, 1), torch.arange(N) % 2)]
     CALLS[name](model, LOSS, [(data[0][0][:8], data[0][1][:8])])  # loads code
-    for memory in (8, 16, 32):
-        taken = most_at_once(partial(CALLS[name], model, LOSS, data, memory=memory * MIB))
-        print(f"{name}, {memory} MiB: {taken / MIB:.1f}")
-        assert taken <= memory * MIB + REST, f"{memory} MiB: {taken / MIB:.1f}"
+    taken = most_at_once(partial(CALLS[name], model, LOSS, data, memory=memory * MIB))
+    assert taken <= memory * MIB + REST, f"{taken / MIB:.1f} MiB"
 
 
 def graphs():

@@ -1,12 +1,12 @@
 """Several cotangents go through a model's last operations at once: each of these has what one after the other has."""
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pyflatness.passes import graph, linearity
 from pyflatness.passes.tail import Tail
+from support.combinations import every
 
 IMAGES, ROWS = (3, 4, 6, 6), (3, 4)
 
@@ -35,8 +35,7 @@ def test_all_operations_of_the_table_are_here() -> None:
     assert all(graph.of(name).at_once for name in OPERATIONS)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every(together=1, dtype=[torch.float32, torch.float64], name=[*OPERATIONS])
 def test_cotangents_at_once_are_those_one_after_the_other(name: str, dtype: torch.dtype) -> None:
     shape, operation = OPERATIONS[name]
     inputs = normal(torch.empty(0, dtype=dtype), *shape).requires_grad_()

@@ -11,6 +11,7 @@ import pyflatness as pf
 from pyflatness.measures import named
 from pyflatness.options import Options
 from pyflatness.plan import plan
+from support.combinations import every
 from support.public_calls import CALLS, batches, network
 
 LOSS = nn.CrossEntropyLoss()
@@ -60,8 +61,7 @@ SAME = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("name", ["relative_flatness_max", "relative_flatness_std", "lambda_max"])
+@every(together=1, name=["relative_flatness_max", "relative_flatness_std", "lambda_max"], make=CHANGES)
 def test_other_samples_at_a_later_read(name, make):
     with pytest.raises(pf.errors.InputError, match=OTHER):
         pf.measure(network(), LOSS, Reads(make), measures=[name, "trace"], layers="head")
@@ -78,8 +78,7 @@ def test_options_that_read_several_times():
         pf.relative_flatness(network(), LOSS, Reads(CHANGES["an input"]), "body", normalize="std")
 
 
-@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
-@pytest.mark.parametrize("measure", ["relative_flatness_std", "lambda_max", "adaptive_sharpness_mc"])
+@every(together=1, measure=["relative_flatness_std", "lambda_max", "adaptive_sharpness_mc"], make=SAME)
 def test_another_order_or_cut_is_the_same_data(make, measure):
     found, expected = (pf.measure(network(), LOSS, data, measures=measure) for data in (Reads(make), cut(X, Y)))
     for key, value in expected.by_measure()[measure].items():

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
 from pyflatness.passes import second_derivatives
+from support.combinations import every
 
 LOSS = nn.CrossEntropyLoss()
 SHAPES = [(6, 3), (5, 3, 4), (4, 3, 2, 3), (4, 3, 1, 1)]
@@ -25,9 +26,7 @@ def _norm(shape, affine=True):
     return norm, (2 + torch.randn(shape).double()).requires_grad_()
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@every(shape=[*SHAPES], training=[True, False], affine=[True, False])
 def test_derivatives_are_those_of_finite_differences(shape, training, affine):
     norm, x = _norm(shape, affine)
     norm.train(training)
@@ -75,9 +74,7 @@ def _written_out(norm, x):
     return normalised * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else normalised
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@every(shape=[*SHAPES], training=[True, False], affine=[True, False])
 def test_third_derivatives_are_those_of_the_formula(shape, training, affine):
     """Those of torch's own function are refused by torch 2.14."""
     found = []

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 from support.grid import Net
 
 X = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
@@ -40,8 +41,7 @@ WITHOUT_PART = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("way", HIDDEN)
+@every(together=1, way=[*HIDDEN], dtype=[torch.float32, torch.float64])
 def test_outputs_that_depend_on_a_layer_without_a_path_to_it_are_refused(way, dtype):
     net = network(HIDDEN[way]).to(dtype)
     said = r"layer 'side': the model's outputs change with what it gives, but autograd has no path"

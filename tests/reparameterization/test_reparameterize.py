@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 import pyflatness as pf
 from support import networks
 from support.cases import classifier
+from support.combinations import in_turn
 from support.convolutions import batch_norm
 from support.grid import Net
 from support.residual import X as IMAGES
@@ -256,7 +257,7 @@ def test_what_a_forward_does_behind_the_model():
         pf.reparameterize(net, {"2": 3.0}, [batch], forward=forward)
 
 
-@pytest.mark.parametrize("name", networks.CASES)
+@in_turn(2, "name", networks.CASES)
 def test_every_network_of_the_grid_keeps_its_function_or_is_refused(name):
     case = networks.CASES[name]
     net = case.build()

@@ -6,7 +6,7 @@ pixels wide, sequences a few tokens long, so that the Hessian of every weight ca
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import pyflatness as pf
 from support.grid import Net
 
 CLASSES, VOCABULARY = 3, 9
+MEASURES = ("relative_flatness", "trace")
 Forward = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
@@ -51,6 +52,19 @@ class Architecture:
     def risk(self, model: nn.Module) -> Tensor:
         """Return the loss that is measured."""
         return F.cross_entropy(*self.forward(model, self.batch()))
+
+    def measured(self, model: nn.Module, measures: Sequence[str] = MEASURES, **options: Any) -> pf.results.Report:
+        """Measure such a network on its batch."""
+        return pf.measure(
+            model, nn.CrossEntropyLoss(), [self.batch()], measures=measures, forward=self.forward, **options
+        )
+
+
+@functools.cache
+def exact(architecture: Architecture) -> tuple[nn.Module, pf.results.Report]:
+    """Return the network, and the exact values of all its layers."""
+    model = architecture.model()
+    return model, architecture.measured(model)
 
 
 def _scattered(model: nn.Module) -> nn.Module:

@@ -37,15 +37,13 @@ def products(model, loss, x, y):
     return torch.stack(found).detach()
 
 
-def all_parameters_hessian(model, loss, x, y):
-    names, values = zip(*((k, v.detach()) for k, v in model.named_parameters() if v.requires_grad), strict=True)
-    sizes, shapes = [v.numel() for v in values], [v.shape for v in values]
+def all_parameters_hessian(model, loss, x, y, names=None):
+    """θ of the parameters of these names, or of all that are trained, and the Hessian of the loss in it."""
+    theta, named = flat(model, names)
 
-    def risk(flat):
-        parts = [p.view(s) for p, s in zip(flat.split(sizes), shapes, strict=True)]
-        return loss(torch.func.functional_call(model, dict(zip(names, parts, strict=True)), (x,)), y)
+    def risk(theta):
+        return loss(torch.func.functional_call(model, placed(named, theta), (x,)), y)
 
-    theta = torch.cat([v.flatten() for v in values])
     return theta, truth.hessian(risk, theta)
 
 
@@ -54,8 +52,8 @@ def written_out(direction, size, dim):
     return direction * (size / torch.norm_except_dim(direction, 2, dim))
 
 
-def flat(model):
-    named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+def flat(model, names=None):
+    named = {k: p.detach() for k, p in model.named_parameters() if (p.requires_grad if names is None else k in names)}
     return torch.cat([p.flatten() for p in named.values()]), named
 
 
@@ -78,7 +76,7 @@ def diagonals(case: Case, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         if kind == "hessian":
             return theta, truth.hessian(lambda t: case.loss(outputs(t), case.targets), theta).diagonal()
         f = outputs(theta).detach()
-        jacobian = torch.autograd.functional.jacobian(outputs, theta).view(f.numel(), -1)
+        jacobian = truth.jacobian(outputs, theta)
     if kind == "outputs":
         return theta, jacobian.square().sum(dim=0) / case.samples
     curvature = truth.hessian(lambda z: case.loss(z, case.targets), f).view(f.numel(), f.numel())

@@ -17,6 +17,15 @@ class Squared(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
+class Once(Squared):
+    """Without a second derivative, and says so."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g
+
+
 class Relu(Squared):
     """Named like torch's own, and curved."""
 
@@ -33,6 +42,20 @@ class Opaque(torch.autograd.Function):
     def backward(ctx, g):
         with torch.no_grad():
             return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class WeightInBackward(torch.autograd.Function):
+    """The identity, with a weight in its backward pass alone."""
+
+    @staticmethod
+    def forward(ctx, h, weight):
+        ctx.save_for_backward(weight)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight, None
 
 
 def network(tail):

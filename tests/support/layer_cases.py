@@ -69,6 +69,18 @@ def limit(dtype):
     return 1e-5 if dtype == torch.float32 else 1e-12
 
 
+def check_values(values, expected, dtype, slack=1):
+    """Hold what a kernel made of a layer against the reference, relative to the size of the terms of a sum."""
+    for name, value, truth in zip(values._fields, values, expected, strict=True):
+        if truth is None:
+            assert value is None
+            continue
+        assert value.dtype == torch.float64
+        assert value.shape == truth.shape
+        size = truth if name in ("squares", "gram_weighted", "weighted") else expected.weighted.sqrt().unsqueeze(1)
+        assert float(((value - truth).abs() / size).max()) < slack * limit(dtype), name
+
+
 def of_kernels(forms):
     """Return all forms that the kernels make of M: |w Mᵀ|² comes by |M|² of other inputs."""
     *made, columns = forms

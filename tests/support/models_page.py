@@ -6,18 +6,15 @@ brute force; what share of the weights that is, off the full one on the meta dev
 
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from torch import nn
 
-import pyflatness as pf
 from support import ROOT
-from support.architectures import ARCHITECTURES, Architecture
+from support.architectures import ARCHITECTURES, Architecture, exact
 from support.full_architectures import FULL, of_full
 
 PAGE = ROOT / "docs" / "models.md"
@@ -28,7 +25,7 @@ _METHODS = ("hessian", "ggn", "head")  # from the one that takes most passes
 
 def table() -> str:
     """Return the table."""
-    return HEADING + "".join(f"{_row(architecture)}\n" for architecture in ARCHITECTURES)
+    return HEADING + "".join(f"{row(architecture)}\n" for architecture in ARCHITECTURES)
 
 
 def on_page() -> str:
@@ -38,21 +35,15 @@ def on_page() -> str:
     return text[start : text.index("\n\n", start) + 1]
 
 
-@cache
-def methods(name: str) -> tuple[dict[str, str], dict[str, str]]:
+def methods(architecture: Architecture) -> tuple[dict[str, str], dict[str, str]]:
     """Return how layers of a small configuration are measured, and why weights are left out; by names with # in them.
 
-    The method is that of the layer alone, which is "head" where a formula serves.
+    The method is that of relative flatness, which is "head" where a formula serves.
     """
-    architecture = next(one for one in ARCHITECTURES if one.name == name)
-    model, loss = architecture.model(), nn.CrossEntropyLoss()
-    report = pf.measure(model, loss, [architecture.batch()], measures="trace", forward=architecture.forward)
-    how = {}
+    _, report = exact(architecture)
+    how: dict[str, str] = {}
     for layer in report.layers:
-        method = report[layer, "trace"].method
-        if method == "ggn":
-            data = [architecture.batch()]
-            method = pf.relative_flatness(model, loss, data, layer, forward=architecture.forward).method
+        method = report[layer, "relative_flatness"].method
         pattern = numberless(layer)
         how[pattern] = min(method, how.get(pattern, method), key=_METHODS.index)
     reasons = {numberless(name): report.why_uncovered[name] for name in report.uncovered}
@@ -64,8 +55,9 @@ def numberless(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _row(architecture: Architecture) -> str:
-    found, (how, reasons) = of_full(architecture.name), methods(architecture.name)
+def row(architecture: Architecture) -> str:
+    """Return the line of the table on an architecture."""
+    found, (how, reasons) = of_full(architecture.name), methods(architecture)
     measured = sum(layer.entries for layer in found.layers.values())
     exact = 0
     for name, layer in found.layers.items():

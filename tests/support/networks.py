@@ -291,19 +291,3 @@ NETWORKS = [name for name in CASES if not name.startswith("loss:")]  # those tha
 def networks_in_turn(every: int) -> pytest.MarkDecorator:
     """Return a mark that runs a test with the ``name`` of one network in ``every``; of the others in the soak run."""
     return in_turn(every, "name", CASES)
-
-
-def layers_in_turn(first: int = 0) -> pytest.MarkDecorator:
-    """Return a mark that runs a test with the ``name`` of every network and each ``layer``; most in the soak run alone.
-
-    Outside of it runs one layer of each network in which its outputs are linear, and one in which they are not: the
-    one that ``first`` counts, of the next network the next one.
-    """
-    parameters = []
-    for number, case in enumerate(CASES.values(), first):
-        linear, curved = ([layer for layer in case.layers if (layer in case.linear) == kind] for kind in (True, False))
-        kept = {kind[number % len(kind)] for kind in (linear, curved) if kind}
-        parameters += [
-            pytest.param(case.name, layer, marks=() if layer in kept else pytest.mark.soak) for layer in case.layers
-        ]
-    return pytest.mark.parametrize(("name", "layer"), parameters)

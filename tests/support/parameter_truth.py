@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.autograd import functional as autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from support import truth
@@ -31,7 +30,7 @@ class ParameterTruth:
         self.weight = part.flatten(1).clone()
         self.hessian = truth.hessian(lambda matrix: loss(outputs(matrix), y), self.weight)
         f = outputs(self.weight)
-        jacobian = autograd.jacobian(outputs, self.weight).view(f.numel(), *self.weight.shape)
+        jacobian = truth.jacobian(outputs, self.weight)
         curvature = truth.hessian(lambda z: loss(z, y), f).view(f.numel(), f.numel())
         self.ggn = torch.einsum("asj,ab,btk->sjtk", jacobian, curvature, jacobian)
 

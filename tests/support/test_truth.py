@@ -30,7 +30,7 @@ def flatness_of(model, case, layer):
     return truth.relative_flatness_of(matrix, truth.weight_of(model, layer))
 
 
-@pytest.mark.parametrize(("name", "layer"), LAYERS)
+@in_turn(4, ("name", "layer"), LAYERS)
 def test_gauss_newton_is_the_hessian_where_the_outputs_are_linear(name, layer):
     case = CASES[name]
     hessian, ggn = grid.hessian(case, layer), grid.ggn(case, layer)

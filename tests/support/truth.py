@@ -5,11 +5,12 @@ A layer's matrix here is (d, m, d, m): entry [s, j, t, k] belongs to the weights
 
 import contextlib
 import copy
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import functional as autograd
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -21,9 +22,41 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 def hessian(risk: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     """Return the dense Hessian of ``risk`` in ``weight`` (d, m), as (d, m, d, m)."""
-    result = autograd.hessian(risk, weight)
-    assert isinstance(result, Tensor)
-    return result
+    weight = weight.detach().clone().requires_grad_()
+    value = risk(weight)
+    if not value.requires_grad:
+        return value.new_zeros(*weight.shape, *weight.shape)
+    (gradient,) = torch.autograd.grad(value, weight, create_graph=True, materialize_grads=True)
+    return rows(gradient, weight).view(*weight.shape, *weight.shape)
+
+
+def jacobian(outputs: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    """Return the derivative of all outputs in ``weight``, (outputs, *weight.shape)."""
+    weight = weight.detach().clone().requires_grad_()
+    return rows(outputs(weight), weight)
+
+
+def rows(f: Tensor, x: Tensor, chunk: int = 256) -> Tensor:
+    """Return the derivative of each entry of ``f`` in ``x``, (entries, *x.shape): those of many entries at once.
+
+    They are held against the derivative of a random combination of all entries by itself. Where that is another, or
+    torch cannot do several at once, each is taken by itself.
+    """
+    if not f.requires_grad:
+        return x.new_zeros(f.numel(), *x.shape)
+    basis = torch.eye(f.numel(), dtype=f.dtype).view(-1, *f.shape)
+    back = functools.partial(torch.autograd.grad, f, x, retain_graph=True, allow_unused=True)
+    direction = torch.randn(f.shape, generator=torch.Generator().manual_seed(0), dtype=f.dtype)
+    (alone,) = back(direction)
+    if alone is None:
+        return x.new_zeros(f.numel(), *x.shape)
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        found = torch.cat([back(part, is_grads_batched=True)[0] for part in basis.split(chunk)])
+        together = torch.tensordot(direction.flatten(), found, 1)
+        if torch.allclose(together, alone, rtol=1e-10, atol=1e-12 * float(found.abs().max())):
+            return found
+    return torch.stack([back(entry)[0] for entry in basis])
 
 
 def relative_flatness(risk: Callable[[Tensor], Tensor], weight: Tensor) -> float:
@@ -191,9 +224,9 @@ def layer_ggn(
     weight = weight_of(model, name)
     with outputs_of(model, name, inputs, sample) as outputs:
         f = outputs(weight).detach()
-        jacobian = autograd.jacobian(outputs, weight).view(f.numel(), *weight.shape)
+        j = jacobian(outputs, weight)
     curvature = hessian(lambda z: loss(z, targets), f).view(f.numel(), f.numel())
-    return torch.einsum("asj,ab,btk->sjtk", jacobian, curvature, jacobian)
+    return torch.einsum("asj,ab,btk->sjtk", j, curvature, j)
 
 
 def joint_hessian(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
@@ -205,10 +238,9 @@ def joint_hessian(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor,
 def joint_ggn(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str]) -> Tensor:
     """Return JᵀH_fJ (N, N) in the weights of several layers."""
     outputs, weights = outputs_of_all(model, inputs, names)
-    f = outputs(weights).detach()
-    jacobian = autograd.jacobian(outputs, weights).view(f.numel(), -1)
+    f, j = outputs(weights).detach(), jacobian(outputs, weights)
     curvature = hessian(lambda z: loss(z, targets), f).view(f.numel(), f.numel())
-    return jacobian.t() @ curvature @ jacobian
+    return j.t() @ curvature @ j
 
 
 def outputs_of_all(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], Tensor]:

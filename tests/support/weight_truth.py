@@ -7,13 +7,14 @@ behind it (``experts.gate_up_proj[3]``).
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from support import truth
 
 Risk = Callable[[nn.Module], Tensor]
 
@@ -29,22 +30,16 @@ class _Of(nn.Module):
         return self.risk(self.model)
 
 
-def hessian(model: nn.Module, risk: Risk, name: str, chunk: int = 256) -> Tensor:
+def hessian(model: nn.Module, risk: Risk, name: str) -> Tensor:
     """Return the dense Hessian (N, N) of the risk in the N entries of a parameter at the module that holds it."""
-    weight = _parameter(model, name).detach().clone().requires_grad_()
-    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
-        value = torch.func.functional_call(_Of(model, risk), {f"model.{name}": weight}, (), tie_weights=False)
-        (gradient,) = torch.autograd.grad(value, weight, create_graph=True, allow_unused=True)
-        if gradient is None or not gradient.requires_grad:
-            return weight.new_zeros(weight.numel(), weight.numel())
-        identity = torch.eye(weight.numel(), dtype=weight.dtype).view(-1, *weight.shape)
-        again = functools.partial(torch.autograd.grad, gradient, weight, retain_graph=True)
-        try:
-            parts = [again(basis, is_grads_batched=True)[0] for basis in identity.split(chunk)]
-        except RuntimeError:  # some second derivatives of convolutions have no batched form in torch
-            parts = [again(basis)[0][None] for basis in identity]
-    return torch.cat(parts).flatten(1)
+    weight = _parameter(model, name)
+    with sdpa_kernel(SDPBackend.MATH):
+        return truth.hessian(
+            lambda weight: torch.func.functional_call(
+                _Of(model, risk), {f"model.{name}": weight}, (), tie_weights=False
+            ),
+            weight,
+        ).view(weight.numel(), -1)
 
 
 def relative_flatness_and_trace(model: nn.Module, risk: Risk, layer: str) -> tuple[float, float]:

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import functional as autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyflatness as pf
 from pyflatness.passes.recorder import Recorder
-from support import cases
+from support import cases, truth
 from support.brute_force import network
+from support.combinations import every
 from support.grid import Case, batches, classes, made, method, normal
 from support.networks import CASES, mlp, networks_in_turn
 
@@ -62,13 +62,11 @@ def diagonal(model: nn.Module, loss: nn.Module, data: tuple[Tensor, Tensor], nam
 
     none = torch.zeros(sum(sizes), dtype=torch.float64)
     if curvature == "ggn":
-        jacobian = autograd.jacobian(outputs, none)
-        flat = jacobian.reshape(-1, len(none))
-        shape = jacobian.shape[:-1]
-        inner = autograd.hessian(lambda f: loss(f.view(shape), targets), outputs(none).detach().flatten())
+        flat, f = truth.jacobian(outputs, none), outputs(none).detach()
+        inner = truth.hessian(lambda f: loss(f, targets), f).view(len(flat), -1)
         found = (flat * (inner @ flat)).sum(dim=0)
     else:
-        found = autograd.hessian(lambda flat: loss(outputs(flat), targets), none).diagonal()
+        found = truth.hessian(lambda flat: loss(outputs(flat), targets), none).diagonal()
     return [part.view(shape) for part, shape in zip(found.split(sizes), made, strict=True)]
 
 
@@ -147,8 +145,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-@pytest.mark.parametrize("conv", ["filter", "affine"])
+@every(together=1, conv=["filter", "affine"], name=[*CONVOLUTIONS])
 def test_convolutions(name, conv):
     layer, pixels = CONVOLUTIONS[name]
     case = made(name, lambda: nn.Sequential(layer, *tail(layer.out_channels, pixels)), IMAGES, LABELS, "0 3")
@@ -293,18 +290,18 @@ def test_sampled_values(activation):
     expected = {(n, m): of_case(case, n, of) for n in case.layers for m, of in OF.items()}
     away, diagonals = ({key: [] for key in expected} for _ in range(2))
     for seed in range(24):
-        report = measured(case, probes=16, seed=seed)
-        for key, truth in expected.items():
+        report = measured(case, len(X), probes=16, seed=seed)
+        for key, true in expected.items():
             found = report[key]
             assert found.method == ("hessian-sampled" if activation is nn.Tanh and key[0] == "0" else "ggn-sampled")
             assert not found.exact
             assert float(found.per_neuron.sum()) == pytest.approx(found.value, rel=1e-9)
             if math.isnan(found.stderr):  # of a head |S r|² is the same for all signs
                 assert key[0] == "2"
-                assert found.value == pytest.approx(float(truth.sum()), rel=1e-9)
+                assert found.value == pytest.approx(float(true.sum()), rel=1e-9)
             else:
-                away[key].append((found.value - float(truth.sum())) / found.stderr)
-            diagonals[key].append(found.per_neuron - truth)
+                away[key].append((found.value - float(true.sum())) / found.stderr)
+            diagonals[key].append(found.per_neuron - true)
     for key in expected:  # Student's t of 15 degrees of freedom has the variance 15/13
         errors, parts = torch.tensor(away[key]), torch.stack(diagonals[key])
         if len(errors) > 0:

@@ -4,6 +4,7 @@ Each network is measured in several ways, and each way holds all the values that
 Gauss-Newton matrix, by nested autograd: linear layers and convolutions, other kinds of layers, and normalisations.
 """
 
+import dataclasses
 import functools
 
 import pytest
@@ -107,7 +108,7 @@ def test_every_value(name, curvature):
         check(report, case, layer, curvature)
 
 
-@in_turn(2, ("name", "curvature", "cut"), [(*way, cut) for way in WAYS for cut in CUTS])  # of seven, each cut in turn
+@in_turn(6, ("name", "curvature", "cut"), [(*way, cut) for way in WAYS for cut in CUTS])  # of seven, each cut in turn
 def test_every_value_alone_in_any_cut_and_by_sample(name, curvature, cut):
     case, (measures, size, options) = ALL[name], CUTS[cut]
     report = measured(case, measures, size or case.samples, curvature=curvature, **options)
@@ -115,7 +116,7 @@ def test_every_value_alone_in_any_cut_and_by_sample(name, curvature, cut):
         check(report, case, layer, curvature)
 
 
-@in_turn(3, "name", ALL)
+@in_turn(6, "name", ALL)
 def test_linear_layers_by_hessian_products_too(name):
     report = measured(ALL[name], OF_TRACES[:1], 2, curvature="hessian")
     for layer in report.layers:
@@ -124,7 +125,7 @@ def test_linear_layers_by_hessian_products_too(name):
         assert report[layer, "relative_flatness"].exact
 
 
-@in_turn(3, ("name", "curvature"), [way for way in WAYS if way[0] in CASES])
+@in_turn(5, ("name", "curvature"), [way for way in WAYS if way[0] in CASES])
 def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
     """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
     monkeypatch.setattr("pyflatness.hessian.row_blocks.fit", lambda columns, budget: False)
@@ -140,7 +141,7 @@ def test_samples_that_cannot_be_told_apart():
         pf.measure(case.build(), case.loss, (case.inputs, case.targets), layers=[*case.layers], curvature="ggn")
 
 
-@every(name=NETWORKS, route=ROUTES, engine=ENGINES)
+@every(together=1, name=NETWORKS, route=ROUTES, engine=ENGINES)
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
     monkeypatch.setattr(LayerContraction, "gram_is_cheaper", lambda *_: route == "gram")
     for measures in (OF_TRACES, OF_TRACES[2:], OF_WEIGHTS, (*OF_TRACES, *OF_WEIGHTS)):
@@ -160,7 +161,7 @@ def check_backend(case, measures, engine):
         assert {report[layer, measure].backend for measure in measures} == {engine.backend}
 
 
-@in_turn(3, ("name", "curvature", "measures"), [
+@in_turn(5, ("name", "curvature", "measures"), [
     (*way, measures) for way in WAYS if "peaked" not in way[0] and way[0] in CASES
     for measures in (OF_TRACES, (*OF_TRACES, *OF_WEIGHTS, *EIGENVALUES))
 ])  # fmt: skip
@@ -174,7 +175,7 @@ def test_float32(name, curvature, measures):
         check(report, case, layer, curvature, rel=1e-4, of_size=1e-5)
 
 
-@in_turn(2, ("name", "curvature"), [*WAYS, *((name, "ggn") for name in ALL if name not in SMOOTH)])
+@in_turn(4, ("name", "curvature"), [*WAYS, *((name, "ggn") for name in ALL if name not in SMOOTH)])
 def test_block_traces(name, curvature):
     case = ALL[name]
     for layer in case.layers:
@@ -190,7 +191,7 @@ def ignores(case):
     return bool((case.targets == getattr(case.loss, "ignore_index", -100)).any())
 
 
-@in_turn(2, ("name", "curvature"), [way for way in WAYS if not ignores(ALL[way[0]])])
+@in_turn(4, ("name", "curvature"), [way for way in WAYS if not ignores(ALL[way[0]])])
 def test_normalised(name, curvature):
     """All layers by one report, and one of them by a call of its own."""
     case = ALL[name]
@@ -209,17 +210,19 @@ def test_normalised(name, curvature):
 @networks_in_turn(8)
 def test_sampled_values(name):
     """Within four standard errors of the truth, whether by factors or by Hessian products."""
-    check_sampled(CASES[name], (*OF_TRACES, "adaptive_sharpness"), batches(CASES[name]), 200)
+    check_sampled(CASES[name], (*OF_TRACES, "adaptive_sharpness"), 200)
 
 
 @every(together=1, case=OTHERS, probes=[60, "adaptive"])
 def test_sampled_values_of_other_layers(case, probes):
-    enough = 60 if probes == "adaptive" else 1  # samples to know its error by
-    measures = OF_TRACES[:1] if probes == "adaptive" else (*OF_TRACES, "adaptive_sharpness")
-    check_sampled(case, measures, [*batches(case)] * enough, probes)
+    check_sampled(case, OF_TRACES[:1] if probes == "adaptive" else (*OF_TRACES, "adaptive_sharpness"), probes)
 
 
-def check_sampled(case, measures, data, probes):
+def check_sampled(case, measures, probes):
+    """Of all samples at once; adaptively of many more, to know the error by."""
+    times, size = (60, 60 * case.samples) if probes == "adaptive" else (1, case.samples)
+    inputs, targets = (part.repeat(times, *(1,) * (part.ndim - 1)) for part in (case.inputs, case.targets))
+    data = batches(dataclasses.replace(case, inputs=inputs, targets=targets), size)
     options = {"layers": [*case.layers], "probes": probes, "seed": 1, "measures": measures}
     report = pf.measure(case.build(), case.loss, data, **options)
     for layer in case.linear if probes == "adaptive" else case.layers:
@@ -246,7 +249,7 @@ def test_a_sampled_value_alone_and_in_cuts(name):
         assert alone[layer, "adaptive_sharpness"].value == expected, layer
 
 
-@pytest.mark.parametrize(("name", "layer"), [(name, layer) for name, case in OTHERS.items() for layer in case.layers])
+@in_turn(2, ("name", "layer"), [(name, layer) for name, case in OTHERS.items() for layer in case.layers])
 def test_verified(name, layer):
     assert pf.verify(OTHERS[name].build(), OTHERS[name].loss, (OTHERS[name].inputs, OTHERS[name].targets), layer)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from support import truth
+from support.combinations import every
 
 LOSS = nn.CrossEntropyLoss()
 KAPPA = "relative_flatness"
@@ -46,8 +47,11 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("options", [{}, {"probes": 2}, {"memory": 1}], ids=["exact", "probes", "one sample at a time"])
+@every(
+    together=1,
+    options={"exact": {}, "probes": {"probes": 2}, "one sample at a time": {"memory": 1}},
+    name=[*VIEWS],
+)
 def test_views_of_the_head_s_output(name, options):
     behind, targets = VIEWS[name]
     if name == "flattened":

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from support import truth
+from support.combinations import every
 
 
 class OfChannels(nn.LayerNorm):
@@ -83,8 +84,7 @@ def data(samples=5):
     return torch.randn(samples, 2, 4, 4, dtype=torch.float64), torch.arange(samples) % 3
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("norm", NORMS)
+@every(together=1, norm=[*NORMS], route=[*ROUTES])
 def test_values_do_not_depend_on_them(norm, route):
     if norm in ("function", "layer") and route == "of the normalisation":
         pytest.skip("its weight is no layer, or one of a forward of its own, which is refused")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import pyflatness as pf
 from support.brute_force import network
 from support.cases import LABELS, PROBABILITIES, C, M, N
+from support.combinations import every
 from support.grid import Net, normal
 
 X = normal(10, N, M)
@@ -60,8 +61,7 @@ def model_of(route):
 
 
 @BAD
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", LOSSES)
+@every(together=1, name=[*LOSSES], route=[*ROUTES])
 def test_a_target_that_is_no_number(name, route, bad):
     loss, y = LOSSES[name]
     if route == "groups" and name == "custom":
@@ -202,9 +202,7 @@ def test_a_sample_found_bad_after_the_deviations_is_an_error():
 OF_PARTS = ["neuron_flatness", "neuron_flatness_max", "neuron_flatness_rows_max", "normalized_sharpness"]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
-@pytest.mark.parametrize("name", [*OF_PARTS, "fisher_rao"])
+@every(name=[*OF_PARTS, "fisher_rao"], loss=[nn.BCEWithLogitsLoss(), nn.MSELoss()], bad=[math.nan, math.inf])
 def test_targets_that_are_no_numbers(name, loss, bad):
     model = network(M, 6, C, activation=nn.ReLU)
     targets = (LABELS if isinstance(loss, nn.BCEWithLogitsLoss) else PROBABILITIES).double()

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.passes import neighbours
+from support.combinations import every
 from support.grid import Net, checked
 
 
@@ -67,8 +68,7 @@ def check(model, x, y, loss=F.cross_entropy, **options):
     return checked(model, loss, [(x[:5], y[:5]), (x[5:], y[5:])], progress=False, **options)
 
 
-@pytest.mark.parametrize("backend", ["compiled", "reference"])
-@pytest.mark.parametrize("behind", BEHIND, ids=str)
+@every(together=1, behind=[*BEHIND], backend=["compiled", "reference"])
 def test_what_may_be_behind(behind, backend, taken):
     function, elements = BEHIND[behind]
     model = Between(function).double().eval()

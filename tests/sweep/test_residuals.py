@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.hessian import block_traces
 from pyflatness.sweep.groups import Tolerance
 from pyflatness.sweep.residuals import Predictor, Residuals, fewest
 from support import grid, known_stderr, truth
-from support.combinations import in_soak
+from support.combinations import in_soak, in_turn
 from support.covering import share
+from support.functions import Once
 from support.grid import Net, batches
 from support.many_samples import Sorting, seeded
 from support.networks import CASES, LAYERS
@@ -46,7 +46,7 @@ def adaptive(model, data, layers="0", measures="trace", loss=LOSS, **options):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layer"), CONVEX)
+@in_turn(2, ("name", "layer"), CONVEX)
 def test_exact_where_that_takes_fewer_products(name, layer):
     """Attention, recurrences, tokens, ignored targets, checkpointing: to a tight tolerance the Hessian's value."""
     case = CASES[name]
@@ -61,7 +61,7 @@ def test_exact_where_that_takes_fewer_products(name, layer):
         assert (estimate.method, estimate.exact, estimate.stderr) == ("hessian", True, None)
 
 
-@pytest.mark.parametrize(("name", "layer"), CONVEX)
+@in_turn(3, ("name", "layer"), CONVEX)
 def test_every_estimate_covers(name, layer):
     case = CASES[name]
     inputs, targets = (part.repeat(30, *(1,) * (part.ndim - 1)) for part in (case.inputs, case.targets))
@@ -73,11 +73,12 @@ def test_every_estimate_covers(name, layer):
 
 
 @pytest.mark.parametrize(
-    "network", [(20.0, 0.1, 300), *in_soak((1.0, 0.1, 1500), (20.0, 0.02, 1500), (200.0, 0.1, 1500))]
+    "network", [(20.0, 0.1, 75), *in_soak((20.0, 0.1, 300), (1.0, 0.1, 1500), (20.0, 0.02, 1500), (200.0, 0.1, 1500))]
 )
 def test_unbiased_and_coverage(network):
     """Of samples of which a few carry the value, so that numbers of probes differ; with the layers' sum."""
     scale, rtol, seeds = network
+    slack = max(1.0, math.sqrt(300 / seeds))
     model, data = smooth(scale)
     exact = pf.measure(model, LOSS, data, measures="trace", layers=["0", "2"])
     reports = [adaptive(model, data, ["0", "2"], rtol=rtol, seed=seed) for seed in range(seeds)]
@@ -86,7 +87,8 @@ def test_unbiased_and_coverage(network):
         stderrs = torch.tensor([report[key].stderr for report in reports]).double()
         assert abs(float(errors.mean())) <= 4 * float(errors.std()) / math.sqrt(seeds)
         assert float(stderrs.square().mean().sqrt() / errors.std()) == pytest.approx(1, abs=4 / math.sqrt(seeds))
-        assert 0.92 <= share((report[key].interval() for report in reports), exact[key].value) <= 0.99
+        covered = share((report[key].interval() for report in reports), exact[key].value)
+        assert -0.03 * slack <= covered - 0.95 <= 0.04 * slack
 
 
 @pytest.mark.parametrize("rtol", [0.02, 0.05])
@@ -165,29 +167,15 @@ def test_a_loss_that_has_no_curvature():
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """Rows of all Hessian products."""
-    rows = []
-
-    class Counted(block_traces.LinearMap):
-        def __call__(self, vectors):
-            rows.append(len(vectors) * vectors.shape[1])
-            return super().__call__(vectors)
-
-    monkeypatch.setattr(block_traces, "LinearMap", Counted)
-    return rows
-
-
-def test_probes_go_where_the_value_is(products):
+def test_probes_go_where_the_value_is(hessian_products):
     """At a peaked softmax: for the same standard error three quarters of the rows of probes for every sample alike."""
     model, data = smooth(200.0, samples=400, width=80)
     found = adaptive(model, data, rtol=0.02)["0", "trace"]
-    rows = sum(products)
-    products.clear()
+    rows = sum(directions * samples for directions, samples in hessian_products)
+    hessian_products.clear()
     four = pf.measure(model, LOSS, data, layers="0", measures="trace", probes=4)["0", "trace"]
     needed = (four.stderr / found.stderr) ** 2  # times the probes for the same standard error
-    assert rows < 0.75 * needed * sum(products)
+    assert rows < 0.75 * needed * sum(directions * samples for directions, samples in hessian_products)
 
 
 class Counting(nn.Module):
@@ -258,24 +246,10 @@ def test_too_many_products():
         adaptive(model, data, rtol=1e-4, max_passes=5)
 
 
-class Cubed(torch.autograd.Function):
-    """A function whose second derivative is missing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        return 3 * ctx.saved_tensors[0] ** 2 * gradient
-
-
 def test_functions_that_torch_did_not_write():
     def model_forward():
         def forward(net, x):
-            return net.last(Cubed.apply(net.first(x)))
+            return net.last(Once.apply(net.first(x)))
 
         return Net(forward, first=nn.Linear(6, 5).double(), last=nn.Linear(5, 4).double())
 

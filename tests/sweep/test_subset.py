@@ -14,6 +14,7 @@ from pyflatness.numerics.accumulate import Accumulator
 from pyflatness.numerics.variances import Variances
 from pyflatness.sweep import adaptive_sweep
 from pyflatness.sweep.subset import Subset
+from support.combinations import every, in_soak
 from support.covering import share
 from support.many_samples import network
 
@@ -65,7 +66,7 @@ def test_mean_and_variance_over_all_parts_and_probes(probes):
     if probes == 0:
         draws = exact.expand(1, 1, 8)
     elif probes == 2:  # all patterns of both are too many
-        pairs = (torch.randperm(256, generator=torch.Generator().manual_seed(seed)) for seed in range(40))
+        pairs = (torch.randperm(256, generator=torch.Generator().manual_seed(seed)) for seed in range(10))
         draws = torch.cat([torch.stack([draws[0], draws[0][pair]]) for pair in pairs], dim=1)
     for part in itertools.product((False, True), repeat=8):
         kept = torch.tensor(part)
@@ -91,8 +92,7 @@ def test_mean_and_variance_over_all_parts_and_probes(probes):
     assert float((weights * errors).sum()) == pytest.approx(first_order + bound, rel=0.15)
 
 
-@pytest.mark.parametrize("how", [{}, {"probes": 1}, {"probes": 3}])
-@pytest.mark.parametrize("scale", [0.5, 20.0])
+@every(together=1, scale=[0.5, 20.0], how=[{}, {"probes": 1}, {"probes": 3}])
 def test_values_over_seeds(scale, how):
     model, data = network(scale, samples=400)
     exact = pf.relative_flatness(model, LOSS, data, "0")
@@ -104,19 +104,20 @@ def test_values_over_seeds(scale, how):
     assert {(each.method, each.exact, each.samples) for each in found} == {("ggn-sampled", False, 400)}
 
 
+@pytest.mark.parametrize("seeds", [12, *in_soak(40)])
 @pytest.mark.parametrize("scale", [0.5, 20.0])
-def test_groups_of_columns_in_a_part(scale):
+def test_groups_of_columns_in_a_part(scale, seeds):
     """Few samples have most of the curvature where the softmax is peaked: they have more passes than one."""
     model, data = network(scale, samples=3000)
     exact = pf.relative_flatness(model, LOSS, data, "0")
-    how = {"fraction": "auto", "rtol": 0.05}
-    found = [pf.relative_flatness(model, LOSS, data, "0", seed=seed, **how) for seed in range(40)]
+    how, slack = {"fraction": "auto", "rtol": 0.05}, math.sqrt(40 / seeds)
+    found = [pf.relative_flatness(model, LOSS, data, "0", seed=seed, **how) for seed in range(seeds)]
     deviation = pstdev(map(float, found))
-    assert deviation < 0.055 * exact.value
+    assert deviation < (0.05 + 0.005 * slack) * exact.value
     # Biased by about 0.13 deviations: the part grows less where its first samples have small values.
-    assert fmean(found) == pytest.approx(exact.value, abs=(0.13 + 3.5 / 40**0.5) * deviation)
-    assert 0.8 < fmean(each.stderr**2 for each in found) ** 0.5 / deviation < 1.6
-    assert share([each.interval() for each in found], exact) > 0.85
+    assert fmean(found) == pytest.approx(exact.value, abs=(0.13 + 3.5 / math.sqrt(seeds)) * deviation)
+    assert -0.2 * slack < fmean(each.stderr**2 for each in found) ** 0.5 / deviation - 1 < 0.6 * slack
+    assert share([each.interval() for each in found], exact) > 0.95 - 0.1 * slack
     assert max(int(each.notes[0].split()[0]) for each in found) < 1500
 
 

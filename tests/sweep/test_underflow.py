@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.combinations import every
 from support.grid import normal
 
 LOSS, Y, HEAD = nn.CrossEntropyLoss(), torch.arange(40) % 3, normal(2, 3, 6)
@@ -30,9 +31,7 @@ def batches(dtype):
     return list(zip(x.to(dtype).split(20), Y.split(20), strict=True))
 
 
-@pytest.mark.parametrize("dtype", TINY)
-@pytest.mark.parametrize("loss", [LOSS, nn.MSELoss()])
-@pytest.mark.parametrize("per_sample", [False, True])
+@every(per_sample=[False, True], loss=[LOSS, nn.MSELoss()], dtype=[*TINY])
 def test_heads(dtype, loss, per_sample):
     features, weight = normal(1, 40, 6).to(dtype), HEAD.to(dtype)
     targets = Y if loss is LOSS else normal(3, 40, 3).to(dtype)
@@ -60,9 +59,7 @@ def test_heads(dtype, loss, per_sample):
         assert (zero.value, zero.exact) == (0, True)
 
 
-@pytest.mark.parametrize("dtype", TINY)
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
-@pytest.mark.parametrize("options", [{}, {"probes": 2}, {"probes": "adaptive"}])
+@every(options=[{}, {"probes": 2}, {"probes": "adaptive"}], activation=[nn.ReLU, nn.Tanh], dtype=[*TINY])
 def test_layers(dtype, options, activation):
     model, data = network(dtype, activation), batches(dtype)
     with pytest.raises(pf.errors.NonFiniteError, match=MESSAGE):

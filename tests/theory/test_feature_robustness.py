@@ -13,6 +13,7 @@ import pyflatness as pf
 from pyflatness.theory import perturbed
 from pyflatness.theory.perturbed import turns
 from support.cases import LOSSES, TOKEN_TARGETS, TOKENS, C, Tokens, to
+from support.combinations import every
 from support.grid import Net, classes, normal
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
 
@@ -82,8 +83,11 @@ def test_wide_layers_and_groups_turn_apart():
 # --- the curve by brute force -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tail", [nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh()], ids=["relu", "in place", "tanh"])
-@pytest.mark.parametrize("name", ["0", "2"])
+@every(
+    together=1,
+    name=["0", "2"],
+    tail={"relu": nn.ReLU(), "in place": nn.ReLU(inplace=True), "tanh": nn.Tanh()},
+)
 def test_curve_by_brute_force(name, tail):
     model = net(tail)
     alphas, draws = [0.05, 0.7], 3

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from support.combinations import every
 from support.grid import Net, normal
 
 N, C = 60, 4
@@ -34,8 +35,7 @@ def ratio(values, masses):
     return float(values.sum() / masses.sum()), float(((left - left.mean()).square().sum() * (n - 1) / n).sqrt())
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("size", [N, 7])
+@every(together=1, size=[N, 7], name=[*LOSSES])
 def test_of_the_loss(name, size):
     loss, targets = LOSSES[name]
     model = linear()

@@ -9,6 +9,7 @@ from torch import nn
 import pyflatness as pf
 from support.brute_force import network
 from support.cases import INDICES, C, M
+from support.combinations import every
 from support.grid import normal
 from support.residual import LOSS
 from support.unchanged import assert_unchanged, snapshot
@@ -23,8 +24,7 @@ def displaced(net, name, change, loss=LOSS, data=(X, INDICES)):
     return float(loss(torch.func.functional_call(net, values, (data[0],)), data[1]).detach())
 
 
-@pytest.mark.parametrize("name", ["0", "2"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@every(together=1, reduction=["mean", "sum"], name=["0", "2"])
 def test_one_matrix(name, reduction):
     net, loss = network(M, 6, C, activation=nn.Tanh), nn.CrossEntropyLoss(reduction=reduction)
     weight = net.get_submodule(name).weight.detach()

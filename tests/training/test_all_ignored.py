@@ -8,6 +8,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.integrations.torchmetrics import RelativeFlatness
+from support.combinations import every
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
 IGNORED = torch.full((6,), -100)
@@ -27,9 +28,7 @@ def of_layer(model, loss, targets, normalize):
         return penalty(model(X), targets)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("normalize", [None, "std"])
-@pytest.mark.parametrize("penalty", [of_head, of_layer])
+@every(penalty=[of_head, of_layer], normalize=[None, "std"], reduction=["mean", "sum"])
 def test_penalties(penalty, normalize, reduction):
     model, loss = net(), nn.CrossEntropyLoss(reduction=reduction)
     risk = loss(model(X), IGNORED)

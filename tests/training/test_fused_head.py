@@ -9,6 +9,7 @@ import pyflatness as pf
 from pyflatness.contractions.backends import compiled, reference
 from pyflatness.losses import penalty
 from pyflatness.losses.penalty import weighted_sum
+from support.combinations import every
 
 
 def problem(n, d, m, dtype=torch.float64):
@@ -33,9 +34,7 @@ def test_the_kernel_is_its_twin(n, d, m, dtype, isa):
                 torch.testing.assert_close(part.double(), truth, rtol=0, atol=close * float(truth.abs().max()) + 1e-15)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("wide", [False, True])
+@every(wide=[False, True], with_bias=[True, False], dtype=[torch.float32, torch.float64])
 def test_value_and_gradients_are_the_composed_ones(dtype, with_bias, wide):
     *given, shares = problem(37, 6, 9, dtype)
     shares[5] = 0

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from support.combinations import every
 
 N, M, D = 7, 5, 3
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
@@ -41,8 +42,7 @@ def by_definition(loss, features, weight, bias, targets):
     return ((weight @ weight.t()) * blocks.diagonal(dim1=1, dim2=3).sum(dim=2)).sum()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("bias", [True, False])
+@every(together=1, bias=[True, False], name=[*LOSSES])
 def test_value_and_gradients_are_those_of_the_definition(name, bias):
     loss, targets = LOSSES[name]
     given = head(bias=bias)
@@ -55,8 +55,7 @@ def test_value_and_gradients_are_those_of_the_definition(name, bias):
     )
 
 
-@pytest.mark.parametrize("normalize", [None, "std"])
-@pytest.mark.parametrize("name", LOSSES)
+@every(together=1, name=[*LOSSES], normalize=[None, "std"])
 def test_first_and_second_derivatives(name, normalize):
     loss, targets = LOSSES[name]
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from support import truth
+from support.combinations import every
 
 N, C = 2, 3
 Y = torch.tensor([2, 0])
@@ -149,8 +150,7 @@ def test_value_and_gradient_are_unbiased_for_each_loss(name):
 LAYERS = {"tokens first": ["layer", "head"], "strided, grouped": ["0", "type:Linear"]}
 
 
-@pytest.mark.parametrize("normalize", [None, "std"])
-@pytest.mark.parametrize("name", LAYERS)
+@every(together=1, name=[*LAYERS], normalize=[None, "std"])
 def test_value_and_gradient_of_several_layers(name, normalize):
     model, x, _ = case(name)
     check(model, nn.CrossEntropyLoss(), x, Y, LAYERS[name], normalize=normalize)
@@ -224,8 +224,7 @@ def test_probes_are_averaged_and_come_from_the_generator():
     assert not torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", ["vectors", "tokens", "many tokens", "strided, grouped", "1d"])
-@pytest.mark.parametrize("normalize", [None, "std"])
+@every(together=1, normalize=[None, "std"], name=["vectors", "tokens", "many tokens", "strided, grouped", "1d"])
 def test_gradcheck_and_gradgradcheck_with_fixed_signs(name, normalize):
     model, x, layer = case(name)
     names = [key for key, _ in model.named_parameters()]

@@ -211,7 +211,7 @@ class Truth:
     @functools.cached_property
     def interpolation_sharpness(self) -> Value:
         outputs, theta = self._over(self._trainable)
-        jacobian = torch.autograd.functional.jacobian(outputs, theta)
+        jacobian = truth.jacobian(outputs, theta)
         value = float(jacobian.square().sum()) / len(self.inputs)
         return value, value
 
