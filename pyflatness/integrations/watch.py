@@ -168,17 +168,36 @@ class Watch:
                 return self._report(model, loss, some)
 
     def _report(self, model: nn.Module, loss: Any, data: Any) -> Report:
-        """Return a report; measures that were named and cannot be had are left out from now on, with a warning."""
-        with progress.in_lines():  # the trainer may have a bar
-            report = measure(model, loss, data, layers=self._layers, measures=self._measures, **self._options)
-        if isinstance(self._measures, list):
-            refused = {name: why for name, why in report.skipped.items() if name not in report.measures}
+        """Return a report of all measures; of measures that were named, those that are possible, from now on."""
+        names = self._measures if isinstance(self._measures, list) and len(self._measures) > 1 else []
+        refused: dict[str, Any] = {}
+        try:
+            report = self._of(model, loss, data, self._measures)
+            refused = {name: why for name, why in report.skipped.items() if name in {*names} - {*report.measures}}
             if refused and self._strict:
                 raise InputError(next(iter(refused.values())))
-            for name, why in refused.items():
-                self._warn(f"{name} is left out from now on: {why}")
-            self._measures = [name for name in self._measures if name not in refused]
+        except InputError:
+            if self._strict or not names:
+                raise
+            for name in names:
+                try:
+                    self._of(model, loss, data, [name])
+                except InputError as error:
+                    refused[name] = error
+            possible = [name for name in names if name not in refused]
+            if not possible:
+                raise next(iter(refused.values())) from None
+            report = self._of(model, loss, data, possible)
+        for name, why in refused.items():
+            again = isinstance(why, NonFiniteError)  # the weights of another epoch may be finite
+            self._warn(f"{name} is left out{'' if again else ' from now on'}: {why}")
+        if names:
+            self._measures = [n for n in names if n not in refused or isinstance(refused[n], NonFiniteError)]
         return report
+
+    def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
+        with progress.in_lines():  # the trainer may have a bar
+            return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
     def _once(self, beginning: str, text: str, about: str | None = None) -> None:
         """Warn of something once, although it is so in every epoch."""
