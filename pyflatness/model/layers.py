@@ -183,7 +183,7 @@ def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> Tensor | bool:
-    """Return whether an output is W φ + b of its input, in its first and last row, image or bag.
+    """Return whether an output is W φ + b of its input, in its first and last row, or along the edges.
 
     If entries are compared, the result is a tensor (), for which the host has not waited.
     """
@@ -197,23 +197,15 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
         output = output.narrow(kind.class_dim, start, len(weight))
     if output.numel() == 0:
         return True
-    inputs, output = inputs.detach(), output.detach()
-    if kind.class_dim == -1 and inputs.shape[:-1] == output.shape[:-1]:  # each row of one is of a row of the other
-        inputs, output = inputs.flatten(0, -2), output.flatten(0, -2)
-    inputs, output = inputs[[0, -1]], output[[0, -1]]
-    coefficients = None if coefficients is None else coefficients[[0, -1]]
     with full_precision(inputs):
-        found = kind.recomputed(inputs, weight, output, coefficients)
-        expected = promoted(_features_last(kind, found)) + (0 if bias is None else promoted(bias))
+        expected, output = kind.at_ends(inputs.detach(), output.detach(), weight, coefficients)
+        expected = expected.movedim(kind.class_dim, -1)
+        expected = promoted(expected) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
     size = expected.nan_to_num(0, 0, 0).abs().amax()
-    off = (_features_last(kind, output).to(expected.dtype) - expected).abs()
+    output = output.movedim(kind.class_dim, -1).to(expected.dtype)
+    off = (output - expected).abs()
     return ((off <= tolerance * (expected.abs() + size)) | ~expected.isfinite()).all()
-
-
-def _features_last(kind: Linear, output: Tensor) -> Tensor:
-    """Return an output with its features in one dimension, the last."""
-    return output.movedim(1, -1) if kind.class_dim == 1 else output.flatten(-kind.row_dims)
 
 
 def check_measurable(name: str, module: nn.Module) -> None:

@@ -62,11 +62,26 @@ class Convolution(Linear):
             (gamma,) = torch.autograd.grad(self.affine(inputs, weight, None, delta), inputs, delta.to(weight.dtype))
         return gamma
 
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return both at the first positions in dimension 2 of the first image, and at the last of the last image."""
+        seen = self._dilation[0] * (self._kernel[0] - 1) + 1
+        start = self._stride[0] * (output.shape[2] - 1)
+        first, last = (self._padded(inputs[[place]]) for place in (0, -1))
+        edges = torch.cat([first[:, :, :seen], last[:, :, start : start + seen]])
+        return self._inside(edges.to(weight.dtype), weight), torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
+
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         if self.space == 3:
             return list(tensor.unbind(1))
         images = tensor.transpose(1, 2)  # the q images are the first dimension of space, in which kernels have size 1
         return [images if images.ndim == 5 else images.unsqueeze(3)]
+
+    def _inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return W φ for padded inputs."""
+        outputs: Tensor = self._function(inputs, weight, None, self._stride, 0, self._dilation, self.groups)
+        return outputs
 
     def _padded(self, inputs: Tensor) -> Tensor:
         return F.pad(inputs, self._margins, mode=self._mode) if any(self._margins) else inputs

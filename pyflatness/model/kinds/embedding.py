@@ -52,6 +52,11 @@ class Embedding(Linear):
         changes = F.embedding(inputs, weight)
         return changes if coefficients is None else changes * coefficients.unsqueeze(-1).to(changes.dtype)
 
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self.affine(inputs.flatten()[[0, -1]], weight, None), output.reshape(-1, output.shape[-1])[[0, -1]]
+
     def divided(self, inputs: Tensor, scale: Tensor) -> Tensor:
         """Return the tokens of a call unchanged, since the scale is in their coefficients."""
         return inputs
@@ -151,8 +156,11 @@ class EmbeddingBag(Embedding):
     def varied(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
         return super().varied(inputs, weight, like, coefficients).sum(dim=1)
 
-    def recomputed(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
-        return self.varied(inputs, weight, like, coefficients)
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert coefficients is not None
+        return self.varied(inputs[[0, -1]], weight, output, coefficients[[0, -1]]), output[[0, -1]]
 
     def _by_token(self, gradient: Tensor, inputs: Tensor, first: First) -> Tensor:
         return gradient.unsqueeze(2).expand(-1, -1, first(inputs).shape[2], -1).flatten(1, 2)

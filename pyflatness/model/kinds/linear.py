@@ -123,9 +123,13 @@ class Linear:
         """Return Wᵀ δ for δ in the shape of an output; ``size`` is the inputs' shape without dimension 0."""
         return product(delta.to(weight.dtype), self.as_matrix(weight)).to(weight.dtype)
 
-    def recomputed(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
-        """Return W φ of a call, as the layer's own forward computes it in the weight's dtype."""
-        return self.affine(inputs if self.tokens else inputs.to(weight.dtype), weight, None, like)
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return W φ of a few first and last rows of a call's inputs, and the same rows of its output."""
+        flat = (part.reshape(-1, part.shape[-1]) for part in (inputs, output))
+        first, rows = (part[:: max(1, len(part) - 1)] for part in flat)
+        return self.affine(first.to(weight.dtype), weight, None), rows
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         """Return padded inputs or cotangents of one call, (n, q, …, features), in the form of a geometry.

@@ -91,6 +91,15 @@ class Scale(Linear):
         shape = (*outputs.shape[:-1], *self._shape) if self.class_dim == -1 else outputs.shape
         return outputs.reshape(shape)
 
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.class_dim == -1:
+            inputs, output = (part.reshape(-1, self.groups) for part in (inputs, output))
+        rows = [0, -1][: len(inputs)]
+        found = self.affine(inputs[rows].to(weight.dtype), weight, None)
+        return found.reshape(output[rows].shape), output[rows]
+
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         rows = tensor if self.class_dim == -1 else tensor.movedim(2, -1)
         return [rows.reshape(len(rows), -1, self.groups).transpose(1, 2)[..., None, None]]

@@ -67,6 +67,12 @@ class TransposedConvolution(Convolution):
             margins = [margin, margin + behind - (stride - 1), *margins]
         return F.pad(inputs, margins)
 
+    def at_ends(
+        self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        padded = self.pad(inputs[[0, -1]], output).to(weight.dtype)
+        return self._inside(padded, super().as_weight(self.as_matrix(weight))), output[[0, -1]]
+
     def _applied(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, output_padding: Sequence[int]) -> Tensor:
         function, sizes = _FUNCTIONS[self.space], (self._strides, self._paddings, output_padding)
         outputs: Tensor = function(inputs, weight, bias, *sizes, self.groups, self._dilation)
