@@ -89,7 +89,7 @@ class _Tangent:
                         return outputs, change, targets
                     self._reason = "they overflow"
                 except NotImplementedError as error:
-                    self._reason = str(error).splitlines()[0]
+                    self._reason = str(error).strip().partition("\n")[0] or "torch names no operation"
             return self._by_backward_passes(batch)
 
     def _by_forward_mode(self, batch: Any) -> tuple[Tensor, Tensor, Any]:

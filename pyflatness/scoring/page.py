@@ -480,9 +480,9 @@ def table(path: Path) -> Any:
         settings.setdefault(record["checkpoint"], set()).add(record["setting"])
     several = [name for name, own in settings.items() if len(own) > 1]
     if several:
-        raise InputError(f"test: {several[0]!r} has values of several settings (data, loss, …) in {store.path}")
+        raise InputError(f"{path}: {several[0]!r} has values of several settings (data, loss, …)")
     if not found:
-        raise InputError(f"test: there are no values in {store.path}")
+        raise InputError(f"{path}: there are no values in this store")
     return {name: [record[name] for record in found] for name in found[0]}
 
 

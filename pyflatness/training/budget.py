@@ -185,7 +185,7 @@ def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, E
     for name in names:
         value, variance, _ = _filtered(series[name], q)
         samples = sum(values[name].samples for _, values in recent)
-        how: dict[str, Any] = {"stderr": math.sqrt(variance), "samples": samples, "dof": float(samples - 1)}
+        how: dict[str, Any] = {"stderr": value * math.sqrt(variance), "samples": samples, "dof": float(samples - 1)}
         found[name] = replace(held[-1][1][name], value=value, **how) if variance else held[-1][1][name]
     return found
 
@@ -217,22 +217,22 @@ def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
 
 
 def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:
-    """Return a layer's last value by Kalman's filter, its variance, and the log-likelihood of the records.
+    """Return a layer's last value by Kalman's filter, its relative variance, and the log-likelihood of the records.
 
-    Inside, variances and differences are relative to the level.
+    The variance is 0 where there is nothing to filter: of exact values, and with one that is not positive.
     """
     if min(one.value for _, one in values) <= 0:
-        return values[-1][1].value, _variance(values[-1][1]), 0.0
-    spread = sum(_variance(one) * one.samples / one.value**2 for _, one in values) / len(values)
+        return values[-1][1].value, 0.0, 0.0
+    spread = sum(_variance(one) / one.value * one.samples / one.value for _, one in values) / len(values)
     (step, first), *others = values
     level, variance, likelihood = first.value, spread / first.samples, 0.0
     for now, one in others if spread else ():
         variance += q * (now - step)
         off, step = one.value / level - 1, now
         total = variance + spread / one.samples
-        likelihood -= (math.log(total * level**2) + off**2 / total) / 2
+        likelihood -= math.log(level) + (math.log(total) + off**2 / total) / 2
         level, variance = level * (1 + variance / total * off), variance * (1 - variance / total)
-    return level, variance * level**2, likelihood
+    return level, variance, likelihood
 
 
 def _variance(held: Estimate) -> float:

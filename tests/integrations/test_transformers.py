@@ -196,6 +196,13 @@ def test_what_is_not_possible_is_skipped_or_an_error(tmp_path):
             trained(tmp_path, {"data": data, "strict": True}, max_steps=1, **options)
 
 
+def test_of_named_measures_those_that_are_possible_are_given(tmp_path):
+    """Exact values behind attention take more than one backward pass, the Fisher-Rao norm none."""
+    with pytest.warns(RuntimeWarning, match="relative_flatness is left out from now on"):
+        callback = trained(tmp_path, {"measures": ["relative_flatness", "fisher_rao"], "max_passes": 1})[2][0]
+    assert [record.reports["live"].measures for record in callback.history] == [("fisher_rao",)] * 2
+
+
 def test_layers_and_data_that_are_not_there_are_an_error_at_the_beginning(tmp_path):
     steps = []
 

@@ -245,3 +245,42 @@ def test_reentrant_checkpointing_behind_a_layer_is_refused_by_name():
     for measure in ("relative_flatness", "lambda_max", "sharpness", "mls", "mls_adversarial"):
         with pytest.raises(pf.errors.InputError, match=r"reentrant activation checkpointing.* use_reentrant=False"):
             pf.measure(net.double(), LOSS, (X, Y), layers="a", measures=measure)
+
+
+RESHAPED = {  # what a layer's replaced forward returns, the model around it, and the model with the layer's own forward
+    "tokens merged": (
+        lambda out: out.flatten(0, 1),
+        lambda net, x: net.layer(x).view(8, 6, 7).mean(1),
+        lambda net, x: net.layer(x).mean(1),
+    ),
+    "one token": (
+        lambda out: out.squeeze(1),
+        lambda net, x: net.layer(x[:, :1]),
+        lambda net, x: net.layer(x[:, 0]),
+    ),
+}
+
+
+def replaced(after, forward):
+    torch.manual_seed(0)
+    net = Net(forward, layer=nn.Linear(5, 7)).double().eval()
+    plain = net.layer.forward
+    net.layer.forward = lambda inputs: after(plain(inputs))
+    return net
+
+
+@pytest.mark.parametrize("way", RESHAPED)
+def test_a_replaced_forward_of_another_shape_is_measured_where_its_rows_are_those_of_the_layer(way):
+    after, forward, plain = RESHAPED[way]
+    x, y = torch.randn(8, 6, 5).double(), torch.arange(8) % 7
+    found, expected = (
+        pf.measure(net, LOSS, (x, y), layers="layer", measures="trace")["layer", "trace"].value
+        for net in (replaced(after, forward), replaced(lambda out: out, plain))
+    )
+    assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_replaced_forward_that_does_more_is_refused():
+    net = replaced(lambda out: out.mean(1), lambda net, x: net.layer(x))
+    with pytest.raises(pf.errors.InputError, match=r"'layer' \(Linear\): its output is not W φ \+ b.* replaced"):
+        pf.measure(net, LOSS, (torch.randn(8, 6, 5).double(), torch.arange(8) % 7), layers="layer")

@@ -219,6 +219,21 @@ def test_a_training_that_goes_on_from_an_older_checkpoint_drops_the_records_afte
     assert history.pooled()["0"] > 0
 
 
+def test_a_layer_with_a_value_that_is_not_positive_has_its_last_record():
+    history = pf.results.History()
+    for step, value, samples in ((1, 1.0, 32), (2, -0.2, 2), (3, 0.5, 2)):
+        history.add(report(value, 0.1, samples), step=step)
+    assert history.pooled()["a"] == history[-1].reports["live"]["a", "relative_flatness"]
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e120])
+def test_pooled_values_of_any_size(size):
+    history = pf.results.History()
+    for step, value in enumerate((1.0, 1.1, 0.9), 1):
+        history.add(report(value * size, 0.1 * size), step=step)
+    assert history.pooled()["a"].value == pytest.approx(size, rel=0.15)
+
+
 def test_pooled_values_of_steps_that_go_back_are_refused():
     history = pf.results.History()
     for step in (1, 340, 100):
