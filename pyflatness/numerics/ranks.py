@@ -114,8 +114,7 @@ class Ranks:
         """
         while self._error is None:
             interrupts.check()
-            found: list[Any] = [None] * self.size
-            self._collective(dist.all_gather_object, found, dict(told))
+            found = self._told(dict(told))
             errors = {rank: each["error"] for rank, each in enumerate(found) if "error" in each}
             if errors:
                 self._error = _together(errors, self.size, own)
@@ -141,13 +140,19 @@ class Ranks:
             whole.copy_(received)
         return whole.view(self.size, -1)
 
+    def _told(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send a message to all ranks, and return the messages of all."""
+        found: list[Any] = [None] * self.size
+        self._collective(dist.all_gather_object, found, told)
+        return found
+
     def gathered(self, tensor: Tensor, step: str = "") -> list[Tensor]:
         """Return every rank's tensor, of the same shape and dtype, on the CPU.
 
         With a ``step`` all ranks first confirm that they have such a tensor, since one may have failed meanwhile.
         """
         held = tensor.to(self._device).contiguous()
-        room = [torch.empty_like(held) for _ in range(self.size)]
+        room = self._room(held)
         if step:
             self._ready(step)
         self._collective(dist.all_gather, room, held)
@@ -156,6 +161,10 @@ class Ranks:
     def _ready(self, step: str) -> None:
         """Wait until all ranks are about to send tensors; from here on nothing may fail."""
         self.exchange(f"{step}, about to be sent", None)
+
+    def _room(self, tensor: Tensor) -> list[Tensor]:
+        """Return buffers for every rank's tensor."""
+        return [torch.empty_like(tensor) for _ in range(self.size)]
 
     def _collective(self, call: Callable[..., Any], *held: Any) -> None:
         """Make a call of ``torch.distributed`` in which all ranks take part."""
