@@ -196,7 +196,7 @@ def test_programming_errors_are_errors(error, monkeypatch):
     def broken(task):
         raise error("broken")
 
-    rows = [dataclasses.replace(row, compute=broken) if row.name == "fisher_rao" else row for row in MEASURES]
+    rows = [dataclasses.replace(row, of_network=broken) if row.name == "fisher_rao" else row for row in MEASURES]
     monkeypatch.setattr(measures, "MEASURES", tuple(rows))
     with pytest.raises(error, match="broken"):
         pf.measure(mlp(), LOSS, (X, Y), measures="all")
@@ -206,7 +206,7 @@ def test_nan_of_one_measure_is_an_error(monkeypatch):
     def not_finite(task):
         raise pf.errors.NonFiniteError("in a derivative")
 
-    rows = [dataclasses.replace(row, compute=not_finite) if row.name == "fisher_rao" else row for row in MEASURES]
+    rows = [dataclasses.replace(row, of_network=not_finite) if row.name == "fisher_rao" else row for row in MEASURES]
     monkeypatch.setattr(measures, "MEASURES", tuple(rows))
     with pytest.raises(pf.errors.NonFiniteError, match="in a derivative"):
         pf.measure(mlp(), LOSS, (X, Y), measures="all")

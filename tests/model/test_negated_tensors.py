@@ -7,7 +7,7 @@ from torch import nn
 import pyflatness as pf
 from pyflatness.contractions import Geometry
 from pyflatness.contractions.backends import compiled, reference
-from pyflatness.contractions.kernels import array, dense, dense_rows, plain, span, strided
+from pyflatness.contractions.kernels import array, dense, dense_rows, plain, span
 from pyflatness.errors import BackendError
 from support.cases import C, M
 from support.combinations import every
@@ -59,7 +59,7 @@ def test_every_kernel_reads_the_numbers(name):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("take", [array, span, strided])
+@pytest.mark.parametrize("take", [array, span])
 def test_no_address_is_given_of_one(take):
     with pytest.raises(BackendError, match="negated lazily"):
         take(negated(normal(0, 3, 4)))

@@ -39,7 +39,7 @@ def hessian(model: nn.Module, risk: Risk, name: str) -> Tensor:
                 _Of(model, risk), {f"model.{name}": weight}, (), tie_weights=False
             ),
             weight,
-        ).view(weight.numel(), -1)
+        ).reshape(weight.numel(), -1)
 
 
 def relative_flatness_and_trace(model: nn.Module, risk: Risk, layer: str) -> tuple[float, float]:
