@@ -320,7 +320,7 @@ def counts(package: Path = PACKAGE, times: int = 3) -> list[Count]:
     tests = sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py"))
     return [
         Count("lines", sum(len(text.splitlines()) for text in texts.values()), 35_000, limit=52_000),
-        Count("lines of code", code, 24_000, limit=35_100),
+        Count("lines of code", code, 24_000, limit=35_200),
         Count("files", len(texts), 200, limit=266),
         Count("lines of tests", tests, 38_000, limit=64_900),
         Count("if and if-else in 1,000 lines of code", round(1000 * branches / code), 95, limit=128),
