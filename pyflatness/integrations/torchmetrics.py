@@ -97,13 +97,14 @@ class RelativeFlatness(Metric):
         self._loss = losses.resolve(loss, reduction)
         self._options = Options(nan_policy=nan_policy, backend=backend)
         self._updates = 0  # before the batch that forward() is at
+        # A MetricCollection takes metrics of equal states for one, as those of a head and of its average are at first.
+        # Some releases, of 1.4 among them, compare the first state alone.
+        number = torch.tensor(next(_numbers), dtype=torch.int64, device=self.device)
+        self.add_state("number", number, "max")
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         self.add_state("total", zero, "sum")
         self.add_state("normaliser", zero, "sum")
         self.add_state("weights_read", torch.zeros((), dtype=torch.int64, device=self.device), _the_same)
-        # A MetricCollection takes metrics of equal states for one, as those of a head and of its average are at first.
-        number = torch.tensor(next(_numbers), dtype=torch.int64, device=self.device)
-        self.add_state("number", number, "max")
 
     def update(self, features: Tensor, target: Tensor | None = None) -> None:
         """Add a batch.
