@@ -84,7 +84,9 @@ class Certificate:
         The result is None if the run has to be repeated with another kernel of attention, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
-        if new and not self._twice_differentiable and any(graph.of(node.name()).rows == "attention" for node in users):
+        are_taken = bool(new or self.reasons)  # second derivatives, in the first batch or in an earlier one
+        has_attention = any(graph.of(node.name()).rows == "attention" for node in users)
+        if are_taken and has_attention and not self._twice_differentiable:
             self._twice_differentiable = True
             return None
         self.reasons.update(new)

@@ -178,6 +178,25 @@ def test_every_measure_there_is():
             assert ours.value == pytest.approx(theirs.value, rel=1e-8), measure
 
 
+def test_attention_may_run_by_another_kernel_in_a_later_batch():
+    """Torch chooses it by shapes and masks; that of the second batch has no second derivative."""
+
+    def forward(net, x):
+        q, k, v = (layer(x).view(len(x), -1, 2, 4).transpose(1, 2) for layer in (net.q, net.k, net.v))
+        fused = nn.functional.scaled_dot_product_attention
+        mixed = (q @ k.mT / 2).softmax(-1) @ v if len(x) == 1 else fused(q, k, v)
+        return net.head(mixed.transpose(1, 2).flatten(2).mean(1))
+
+    torch.manual_seed(0)
+    net = Net(forward, **{name: nn.Linear(8, 8) for name in ("q", "k", "v", "head")}).double().eval()
+    x, y = normal(0, 3, 5, 8), torch.arange(3)
+    found = pf.relative_flatness(net, nn.CrossEntropyLoss(), [(x[:1], y[:1]), (x[1:], y[1:])], "q")
+    assert found.exact
+    assert float(found) == pytest.approx(
+        float(pf.relative_flatness(net, nn.CrossEntropyLoss(), (x, y), "q")), rel=1e-10
+    )
+
+
 class Separate(nn.Module):
     """The same attention, written out with layers; ``in_proj`` has the packed weight."""
 
