@@ -84,13 +84,17 @@ class Certificate:
         The result is None if the run has to be repeated with another kernel of attention, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
-        are_taken = bool(new or self.reasons)  # second derivatives, in the first batch or in an earlier one
-        has_attention = any(graph.of(node.name()).rows == "attention" for node in users)
-        if are_taken and has_attention and not self._twice_differentiable:
+        # Second derivatives are taken of layers of earlier batches too, and this one may be the first with attention.
+        if (new or self.reasons) and not self._twice_differentiable and _has_attention(users):
             self._twice_differentiable = True
             return None
         self.reasons.update(new)
         return new
+
+
+def _has_attention(users: Users) -> bool:
+    """Return whether a run has attention by a kernel of its own."""
+    return any(graph.of(node.name()).rows == "attention" for node in users)
 
 
 @torch.enable_grad()
