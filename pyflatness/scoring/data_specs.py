@@ -131,13 +131,11 @@ _ON_DISK = ("dataset_dict.json", "dataset_info.json")  # what save_to_disk of Hu
 
 def resolve(spec: str) -> specs.Function:
     """Return the callable that a SPEC of data names: a reader of a file or folder, or a :func:`.specs.resolve` one."""
-    if pretrained.is_named(spec):  # hf:FOLDER.pt is no file
-        return pretrained.resolve(spec)
     path = Path(spec)
     kind = path.suffix
     if path.is_dir():
         kind = "saved" if any((path / name).is_file() for name in _ON_DISK) else "images"
-    if kind not in _READERS:
+    if kind not in _READERS or pretrained.is_named(spec):  # hf:FOLDER.pt is no file
         if ":" not in spec:
             files = ", ".join(name for name in _READERS if name.startswith("."))
             raise InputError(
