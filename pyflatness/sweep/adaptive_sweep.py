@@ -163,8 +163,9 @@ class AdaptiveSweep(Sweep):
                 self._finish_residuals(rest, begun)
                 predictor.add(rest, part.sums)
                 values, variances = values + rest.means, [*variances, rest.variances()]
-            varying = torch.zeros_like(part.sums) if variances[0] is None else variances[0][0, :-1]
-            tolerance.add(part.weights, torch.stack([part.sums, varying]) / part.chances, part.replicated)
+            varying = part.sums.new_zeros(2, *part.sums.shape) if variances[0] is None else variances[0][:2, :-1]
+            spent = [part.sums / part.chances, varying[0] / part.chances, varying[1] / part.chances**2]
+            tolerance.add(part.weights, torch.stack(spent), part.replicated)
             sampled = [each for each in variances if each is not None]
             by_hessian = frozenset() if rest is None else frozenset(begun.nonlinear)
             self.by_hessian.update(by_hessian)

@@ -25,7 +25,7 @@ RTOL = 0.01  # of a value's standard error, unless the user gives one
 REPLICATED = 0.15  # groups that have a replicate, per sample
 _AT_LEAST = 64  # replicates over all data, if there are as many groups, in the first micro-batch
 _FIRST = 16, 64  # samples in the first micro-batch, at least and at most
-_RATIO, _PRIOR = 0.25, 2  # prior ratio of the variance to Σ v_g, and its weight in replicates
+_RATIO, _PRIOR = 0.25, 8  # prior ratio of the variance to Σ v_g, and its weight in replicates
 _STEPS = 12  # of bisection, by which six decades give τ to 0.4 %
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -85,12 +85,17 @@ class Tolerance:
         With K the value of the N samples as those so far say, V = (1 + 4/ν) Σ v_i the variance by ν = (Σ v_i)² / Σ v_i²
         degrees of freedom, and k the replicates so far, it is
 
-            ((rtol K)² - V) n / (samples to come) / c        c = (k V / B + k₀ ρ₀ (K / R)²) / (k + k₀)
+            ((rtol K)² - V) n / (samples to come) / c        c = (K / R)² (k ρ + k₀ ρ₀) / (k + k₀)
 
-        where B is Σ v_g (1/π - ½) over the replicates, which V is in units of values, and R the weight of K. Where few
-        samples have most of the variance, ν is small and Σ v_i by itself mostly too small: of one in proportion to χ²_ν
-        the inverse is ν/(ν - 2) times too large in the mean. A part of the data that spent too much does not leave less
-        than half of what is due to the others.
+        where R is the weight of K, and ρ = (V / B) / (K / R)² is what a unit of Σ v_g costs, in units of the value:
+        B is Σ v_g (1/π - ½) over the replicates. The v_i are those of replicates. Where few have most of the variance,
+        ν is small and Σ v_i by itself mostly too small: of one in proportion to χ²_ν the inverse is ν/(ν - 2) times too
+        large in the mean.
+
+        The largest of many layers' ρ is mostly one that came out too large. So ρ is brought nearer to the mean over
+        layers (empirical Bayes: Efron & Morris, https://doi.org/10.1080/01621459.1975.10479864), by the fraction that
+        noise has in how it varies over layers; that of one layer varies by 2/3 Σ v_i² / (Σ v_i)². A part of the data
+        that spent too much does not leave less than half of what is due to the others.
         """
         samples, seen = len(weights), self._seen
         total = self.expected(samples)
@@ -100,9 +105,10 @@ class Tolerance:
             every = values.abs() * total / seen
             whole = share * (self._rtol * every).square()
             due = torch.maximum((whole - spent) / (total - seen), whole / (2 * total))
-            prior = _RATIO * (values / self._weight).square()
-            ratios = (self.replicates * spent / self._bound + _PRIOR * prior) / (self.replicates + _PRIOR)
-            found = float((samples * due / ratios).where(variances > 0, torch.inf).min())
+            unit = (values / self._weight).square()
+            ratios = _towards_the_mean(spent / self._bound / unit, 2 / 3 * squares / variances.square())
+            ratios = (self.replicates * ratios + _PRIOR * _RATIO) / (self.replicates + _PRIOR)
+            found = float((samples * due / (ratios * unit)).where(variances > 0, torch.inf).min())
             if found < math.inf:
                 return found
         mean = (self._weight + float(weights.sum())) / (seen + samples)
@@ -112,12 +118,29 @@ class Tolerance:
         """Return the samples of all data, or those so far and ``more`` if their number is not known."""
         return max(self._samples, self._seen + more)
 
-    def add(self, weights: Tensor, both: Tensor, replicated: Tensor) -> None:
-        """Add a micro-batch: values and unbiased variances (2, layers, quantities, n), and v_g (1/π - ½)."""
-        both = both.where(both.isfinite().all(dim=0), 0.0)
-        self._sums = self._sums.to(both.device) + torch.cat([both, both[1:].square()]).sum(dim=3)
+    def add(self, weights: Tensor, found: Tensor, replicated: Tensor) -> None:
+        """Add a micro-batch: values, unbiased variances and squares of replicates' ones, and v_g (1/π - ½).
+
+        The first three are (3, layers, quantities, n).
+        """
+        found = found.where(found.isfinite().all(dim=0), 0.0)
+        self._sums = self._sums.to(found.device) + found.sum(dim=3)
         self._weight, self._seen = self._weight + float(weights.sum()), self._seen + len(weights)
         self._bound, self.replicates = self._bound + float(replicated.sum()), self.replicates + len(replicated)
+
+
+def _towards_the_mean(found: Tensor, noise: Tensor) -> Tensor:
+    """Return estimates (layers, quantities), each nearer to the mean over layers by its noise in how they vary.
+
+    ``noise`` are their variances over their squares; estimates that are NaN or 0 have no say.
+    """
+    known = found > 0
+    count = known.sum(dim=0)
+    mean = found.where(known, 0.0).sum(dim=0) / count
+    deviations = (found - mean).where(known, 0.0)
+    variances = (noise * found.square()).where(known, 0.0)
+    between = (deviations.square().sum(dim=0) / (count - 1) - variances.sum(dim=0) / count).clamp_min(0.0)
+    return torch.where(count > 1, mean + deviations * (between / (between + variances)).nan_to_num(1.0), found)
 
 
 def group(weights: Tensor, allowed: float) -> Groups:
