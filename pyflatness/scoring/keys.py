@@ -66,8 +66,12 @@ def of_file(path: Path) -> str:
 
 
 def of_state(module: nn.Module) -> str:
-    """Return the hash of a module's weights and buffers: names, shapes, dtypes and values."""
-    return of_json([(name, described(value)) for name, value in module.state_dict().items()])
+    """Return the hash of a module's weights and buffers: names, shapes, dtypes and values, and names of frozen weights.
+
+    Measures over all parameters, such as sharpness, are over those that are not frozen.
+    """
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return of_json([*((name, described(value)) for name, value in module.state_dict().items()), *frozen])
 
 
 def of_json(facts: Any) -> str:

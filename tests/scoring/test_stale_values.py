@@ -329,3 +329,16 @@ def test_workers_that_hold_other_numbers_in_their_modules_are_refused(folder: Pa
         pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options)
     net().SCALE = 2.0
     assert pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options).computed == 1
+
+
+def test_a_network_in_memory_of_which_a_weight_is_frozen_is_measured_anew(tmp_path: Path) -> None:
+    """Sharpness is over all parameters that are not frozen."""
+    network = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    data, how = (torch.randn(40, 5), torch.arange(40) % 3), {"measures": ["sharpness"], "store": tmp_path / "s.sqlite"}
+    whole = pf.score({"m": network}, "cross_entropy", data, **how)["m", "sharpness"].value
+    network[0].requires_grad_(False)
+    part = pf.score({"m": network}, "cross_entropy", data, **how)["m", "sharpness"].value
+    assert part == pytest.approx(pf.measure(network, "cross_entropy", data, measures=["sharpness"])["sharpness"].value)
+    assert part < 0.99 * whole
+    network.requires_grad_(True)
+    assert pf.score({"m": network}, "cross_entropy", data, **how)["m", "sharpness"].value == whole
