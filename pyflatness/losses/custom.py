@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class CustomLoss(Loss):
     loss: Callable[[Tensor, Tensor], Tensor]
     reduction: Reduction
     several: SideBySide | None = None  # how several outputs are one tensor, if the loss takes several
-    _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # the first samples; None once checked
+    _before: tuple[Tensor, Tensor] | None = None  # a sample of the batch before
     _shape: tuple[int, ...] = ()  # of one sample's outputs in the loss's argument
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
@@ -64,23 +64,24 @@ class CustomLoss(Loss):
         return self._sum(outputs.double(), targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if the loss of the first samples is not the sum or mean of their losses."""
-        if self._first is None:
-            return
-        self._first.append((outputs, targets))
-        outputs, targets = (torch.cat(tensors) for tensors in zip(*self._first, strict=True))
+        """Raise if the loss of a batch's samples, and one of the batch before, is not the sum or mean of their losses.
+
+        The one before is what tells class weights from a factor where each batch has samples of one class.
+        """
+        before, self._before = self._before, (outputs[:1], targets[:1])
+        if before is not None and before[0].shape[1:] == outputs.shape[1:] and before[1].shape[1:] == targets.shape[1:]:
+            outputs, targets = torch.cat([before[0].to(outputs), outputs]), torch.cat([before[1].to(targets), targets])
         if len(outputs) < 2:
             return
-        self._first = None
         whole = self._sum(outputs.double(), targets)
         for cut in {1, (len(outputs) + 1) // 2}:
             in_two = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
-            if not torch.isclose(whole, in_two, rtol=1e-6, atol=1e-9):
+            if not torch.isclose(whole, in_two, rtol=1e-6 if whole.dtype == torch.float64 else 1e-3, atol=1e-9):
                 raise InputError(
-                    f"loss: over the first samples it is not the {self.reduction} of their losses ({float(whole):.6g} "
-                    f"together, {float(in_two):.6g} in two parts, both as sums): it couples samples, or its reduction "
-                    "is not that (pass reduction='sum' or 'mean'), or it is a mean over something else; "
-                    f"{advice.for_callable(self.loss)}"
+                    f"loss: over {len(outputs)} samples it is not the {self.reduction} of their losses "
+                    f"({float(whole):.6g} together, {float(in_two):.6g} in two parts, both as sums): it couples "
+                    "samples, or its reduction is not that (pass reduction='sum' or 'mean'), or it is a mean over "
+                    f"something else; {advice.for_callable(self.loss)}"
                 )
 
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from .custom import CustomLoss
 
 REFUSAL = (
     "loss: its value depends on parameters in another way than by the model's outputs (it still requires a gradient "
-    "when these are detached), as with weight decay in it, or activations that the model keeps. The measures are those "
-    "of the empirical risk, whose derivatives go through the outputs: pass the loss without it, and add by hand what "
-    "it contributes (½ λ |θ|² adds λ to every second derivative, so λ m |w|² to the relative flatness of a layer of m "
-    "columns)"
+    "when these are detached), as with weight decay in it, activations that the model keeps, or targets that forward= "
+    "computes with the model. The measures are those of the empirical risk, whose derivatives go through the outputs: "
+    "have forward= return targets.detach(), or pass the loss without it, and add by hand what it contributes (½ λ |θ|² "
+    "adds λ to every second derivative, so λ m |w|² to the relative flatness of a layer of m columns)"
 )
 
 

@@ -420,7 +420,7 @@ class Checked:
         self._fewest = math.inf  # fewest samples in a dry run
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch was measured
         self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
-        self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
+        self._loss_is_open = True  # whether it may depend on more than the outputs, see :meth:`_check_loss`
         self._in_full = False  # whether to return the model's own outputs even if the loss is of its logits
         self._takes_derivatives = False  # whether the model needs a graph in its forward pass, as for forces
 
@@ -468,7 +468,13 @@ class Checked:
                 self._has_dtypes = True
                 self.notes += _coarser(outputs, self._parameters)
         self._has_run = True
-        if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
+        computed = self.by_user and isinstance(targets, Tensor) and targets.is_floating_point()  # by the model, maybe
+        if (
+            self._loss_is_open
+            and not outputs.is_meta
+            and isinstance(targets, Tensor)
+            and (computed or not self._loss.known)
+        ):
             self._check_loss(model, batch)
         return outputs, targets
 

@@ -61,9 +61,7 @@ def test_negative_log_likelihood_as_its_message_says(data):
         pf.errors.InputError, match=r"leave the LogSoftmax out .* nn.CrossEntropyLoss .* reduction='sum'"
     ):
         pf.relative_flatness(model, nn.NLLLoss(WEIGHTS), (x, y), "2")
-    with pytest.raises(
-        pf.errors.InputError, match=r"over the first samples it is not the mean .* leave the LogSoftmax out"
-    ):
+    with pytest.raises(pf.errors.InputError, match=r"over \d+ samples it is not the mean .* leave the LogSoftmax out"):
         pf.relative_flatness(model, nn.NLLLoss(WEIGHTS.double()), (x, y), "2")
     with pytest.raises(pf.errors.InputError, match="leave the LogSoftmax out"):
         pf.relative_flatness(model, functools.partial(F.nll_loss, weight=WEIGHTS.double()), (x, y), "2")
