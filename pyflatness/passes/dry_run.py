@@ -260,8 +260,9 @@ def narrow(
 ) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that agree with cotangents sent back from some samples only.
 
-    A layer in ``may_mix`` may be left with none. Cotangents go back from every second sample and from the others, and
-    from halves if necessary; none is sent for layers whose layout the graph shows.
+    A layer in ``may_mix`` may be left with none. For each bit of the samples' numbers, cotangents go back from those
+    without it and from those with it: any two samples differ in a bit, so that a row of another one is noticed. None
+    is sent for layers whose layout the graph shows.
     """
     if samples == 1 or not layouts:
         return {
@@ -293,18 +294,18 @@ def narrow(
     if not asked:
         return {name: several for name, several in left.items() if several}
     place = torch.arange(samples, device=outputs.device)
-    for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
-        if number == 2 and (samples == 2 or all(len(left[name]) == 1 for name in asked if name in left)):
-            break
+    for bit, digit in itertools.product(range((samples - 1).bit_length()), (0, 1)):
+        senders = (place >> bit) % 2 == digit
         rows = senders.repeat_interleave(len(outputs) // samples).view(-1, *(1,) * (outputs.ndim - 1))
         gradients = recorder.gradients(outputs, cotangent * rows.to(cotangent.dtype), asked)
-        for name in [name for name in asked if name in left]:
+        for name in asked:
             left[name] = batch_layout.consistent(left[name], senders, gradients.get(name, []), samples)
             if not left[name] and name not in may_mix:
                 raise batch_layout.mixed(name, gradients[name][0].shape, samples)
-            if not left[name]:
-                del left[name]
-    return left
+        asked = [name for name in asked if left[name]]
+        if not asked:
+            break
+    return {name: several for name, several in left.items() if several}
 
 
 @contextlib.contextmanager

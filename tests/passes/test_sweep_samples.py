@@ -1,5 +1,7 @@
 """Whose row is whose in the sweep: samples in any order, layers that run for some of them, images of several sizes."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +92,28 @@ def test_rows_in_another_order():
     assert kappa(net, batches, "one") == pytest.approx(one_by_one(net, batches, "one"), rel=1e-9)
     with pytest.raises(pf.errors.InputError, match="cannot be told apart"):
         kappa(net, batches, "one", per_sample=True)
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(range(6), 2)], ids=str)
+def test_any_two_rows_that_change_places(pair):
+    """Code that sorts by length, encodes and puts back may leave even places even, and halves as they were."""
+    order = torch.arange(6)
+    order[[*pair]] = order[[*reversed(pair)]]
+
+    def sorted_inside(net, x):
+        return torch.tanh(net.one(x[order] if len(x) == 6 else x))[order if len(x) == 6 else ...]
+
+    def twice(net, x):
+        return net.head(sorted_inside(net, x) + torch.tanh(net.one(x.sin())))
+
+    def once(net, x):
+        return net.head(sorted_inside(net, x))
+
+    x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+    for forward, options in ((twice, {}), (once, {"per_sample": True})):
+        net = Net(forward, one=nn.Linear(4, 5), head=nn.Linear(5, 3)).double()
+        with pytest.raises(pf.errors.InputError, match=r"layer 'one': its rows \(6, 5\) cannot be told apart"):
+            kappa(net, [(x, y)], "one", **options)
 
 
 def test_layers_that_run_in_some_batches_only():
