@@ -116,6 +116,28 @@ def test_any_two_rows_that_change_places(pair):
             kappa(net, [(x, y)], "one", **options)
 
 
+SHARED = {
+    "class embeddings": lambda net, x: x @ net.shared(torch.ones(3, 2, dtype=x.dtype)).T,
+    "parts of the batch": lambda net, x: torch.cat([net.shared(part) for part in x[:, :2].split(1)]),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_layers_without_rows_of_every_sample_are_said_to_be_such(case):
+    """The model mixes no samples there, and its other layers have values."""
+
+    def forward(net, x):
+        return net.head(torch.relu(SHARED[case](net, torch.relu(net.one(x)))))
+
+    torch.manual_seed(0)
+    sizes = {"one": nn.Linear(4, 4), "shared": nn.Linear(2, 4), "head": nn.Linear(3 + (case != "class embeddings"), 3)}
+    net = Net(forward, **sizes).double()
+    x, y = torch.randn(4, 4).double(), torch.arange(4) % 3
+    with pytest.raises(pf.errors.InputError, match=r"'shared': .* no dimension of samples.* by layers="):
+        pf.measure(net, LOSS, (x, y))
+    assert kappa(net, (x, y), "one") == pytest.approx(one_by_one(net, [(x, y)], "one"), rel=1e-9)
+
+
 def test_layers_that_run_in_some_batches_only():
     def forward(net, x):
         h = torch.relu(net.inp(x))
