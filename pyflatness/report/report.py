@@ -206,10 +206,10 @@ class Report(Readable):
         measures: names of the measures that have values.
         skipped: measures that were left out, and why; also of one with values of layers that has none of the network.
         uncovered: weights of the model that no measured layer has, by the name of the parameter, each with its share of
-            all weights' entries. A weight is a parameter of two or more dimensions (matrices, kernels, embeddings;
-            frozen ones too), not the scale of a normalisation; one that several modules share is a weight of each. A
-            layer that did not run counts, since its weight may be used without it.
-            Empty where no layer was measured.
+            all weights' entries. A weight is a parameter of two or more dimensions (matrices, kernels, embeddings),
+            not a bias or the scale of a normalisation; one that several modules share is a weight of each. A frozen
+            one that no layer has counts only if all parameters are frozen. A layer that did not run counts, since its
+            weight may be used without it. Empty where no layer was measured.
         why_uncovered: for some of these the reason, where it is not that other layers were chosen: what the weight is
             used in besides, that it is used in nothing, or a kernel that it goes into.
         network_of: by measure, what the network's value is, in words: ``"the sum over layers"``, ``"the largest of the

@@ -183,13 +183,35 @@ def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
     return (
         (parameter.is_floating_point() or parameter.is_complex())
         and parameter.ndim >= 2
-        and not _is_bias(name)
-        and not isinstance(module, _NORMS)
+        and not _is_bias(module, name, parameter)
+        and not _is_of_normalisation(module, name)
     )
 
 
-def _is_bias(name: str) -> bool:
+def _is_bias(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is by its name a bias: a vector, up to dimensions of 1, or vectors beside a weight.
+
+    The second have sizes that a weight of their module has in the same order, such as biases (E, outputs) of experts
+    beside their weight (E, outputs, inputs).
+    """
+    if not _is_called_bias(name):
+        return False
+    sizes = [size for size in parameter.shape if size > 1]
+    weights = [
+        iter(held.shape) for key, held in module._parameters.items() if not (held is None or _is_called_bias(key))
+    ]
+    return len(sizes) < 2 or any(all(size in left for size in sizes) for left in weights)
+
+
+def _is_called_bias(name: str) -> bool:
     return name.startswith("bias") or name.endswith("_bias")
+
+
+def _is_of_normalisation(module: nn.Module, name: str) -> bool:
+    """Return whether a parameter is a scale or bias of a normalisation, of torch's or of vectors alone and so named."""
+    if isinstance(module, _NORMS) and name in ("weight", "bias"):
+        return True
+    return "norm" in type(module).__name__.lower() and all(held.ndim < 2 for held in walk.parameters(module))
 
 
 def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
@@ -201,8 +223,9 @@ def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
         parameter
         for module in walk.modules(model)
         if type(module) in (nn.PReLU, nn.ParameterList, nn.ParameterDict)
-        or not (type(module).__module__.startswith("torch.nn.modules") or "norm" in type(module).__name__.lower())
+        or not type(module).__module__.startswith("torch.nn.modules")
         for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1 and not _is_bias(name)
+        if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1
+        if not (_is_called_bias(name) or _is_of_normalisation(module, name))
         if parameter.is_floating_point() or parameter.is_complex()
     ]
