@@ -76,7 +76,7 @@ class CustomLoss(Loss):
         whole = self._sum(outputs.double(), targets)
         for cut in {1, (len(outputs) + 1) // 2}:
             in_two = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
-            if not torch.isclose(whole, in_two, rtol=1e-6 if whole.dtype == torch.float64 else 1e-3, atol=1e-9):
+            if not torch.isclose(whole, in_two, rtol=1e-6, atol=1e-9):
                 raise InputError(
                     f"loss: over {len(outputs)} samples it is not the {self.reduction} of their losses "
                     f"({float(whole):.6g} together, {float(in_two):.6g} in two parts, both as sums): it couples "

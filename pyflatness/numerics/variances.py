@@ -51,7 +51,7 @@ class Variances:
 
     def add_groups(self, found: Tensor, means: Tensor, kept: Tensor | None, sizes: Tensor, chances: Tensor) -> None:
         """Add variances of a part of the data, as in :meth:`add`; means and sizes are already divided by chances."""
-        self.add(masked(torch.cat([found[:1] / chances, found[1:2] / chances**2, found[2:]]), kept))
+        self.add(masked(of_part(found, chances), kept))
         self._add_residuals(means, kept, sizes, chances)
 
     def _add_residuals(self, means: Tensor, kept: Tensor | None, sizes: Tensor, chances: Tensor) -> None:
@@ -127,6 +127,11 @@ def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:
     """Return the standard error of ``factor`` times the mean of independent draws (k, …), as (…)."""
     error: Tensor = draws.std(dim=0) * factor / len(draws) ** 0.5
     return error
+
+
+def of_part(found: Tensor, chances: Tensor) -> Tensor:
+    """Return variances, squares and replicates (3, …, n) of a part of the data, as they count for all of it."""
+    return torch.cat([found[:1] / chances, found[1:2] / chances**2, found[2:]])
 
 
 def with_squares(variances: Tensor) -> Tensor:

@@ -185,8 +185,8 @@ def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
         f"layer {name!r}: its rows {tuple(shape)} cannot be told apart by the {samples} samples: what is sent back "
         "from one sample reaches rows of the others, however they are laid out. Either the model mixes samples, so "
         "that a sample's loss depends on its batch, or it gathers them, or the layer's input has no dimension of "
-        "samples (class embeddings) or only a part of the batch. Without the layer, by layers=, the other layers of "
-        "such a model may be measured; batches of one sample can be in any case"
+        "samples (class embeddings) or only a part of the batch. Leave the layer out by layers=, and the others may be "
+        "measured; or pass batches of one sample"
     ).about({name: "its rows cannot be told apart by sample"})
 
 

@@ -468,14 +468,10 @@ class Checked:
                 self._has_dtypes = True
                 self.notes += _coarser(outputs, self._parameters)
         self._has_run = True
-        computed = self.by_user and isinstance(targets, Tensor) and targets.is_floating_point()  # by the model, maybe
-        if (
-            self._loss_is_open
-            and not outputs.is_meta
-            and isinstance(targets, Tensor)
-            and (computed or not self._loss.known)
-        ):
-            self._check_loss(model, batch)
+        if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
+            may_be_computed = self.by_user and targets.is_floating_point()  # with the model
+            if may_be_computed or not self._loss.known:
+                self._check_loss(model, batch)
         return outputs, targets
 
     def _tensor(self, returned: Any) -> Tensor:

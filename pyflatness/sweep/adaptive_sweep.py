@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..hessian import block_traces, probes
 from ..hessian.block_traces import BlockTraces
 from ..numerics.signs import Signs
-from ..numerics.variances import with_squares
+from ..numerics.variances import of_part, with_squares
 from ..passes import cotangents
 from ..passes.cotangents import Cotangents
 from ..passes.guards import agree, rounding
@@ -163,9 +163,8 @@ class AdaptiveSweep(Sweep):
                 self._finish_residuals(rest, begun)
                 predictor.add(rest, part.sums)
                 values, variances = values + rest.means, [*variances, rest.variances()]
-            varying = part.sums.new_zeros(2, *part.sums.shape) if variances[0] is None else variances[0][:2, :-1]
-            spent = [part.sums / part.chances, varying[0] / part.chances, varying[1] / part.chances**2]
-            tolerance.add(part.weights, torch.stack(spent), part.replicated)
+            found = part.sums.new_zeros(3, *part.sums.shape) if variances[0] is None else variances[0][:, :-1]
+            tolerance.add(part.weights, part.sums / part.chances, of_part(found, part.chances), part.replicated)
             sampled = [each for each in variances if each is not None]
             by_hessian = frozenset() if rest is None else frozenset(begun.nonlinear)
             self.by_hessian.update(by_hessian)

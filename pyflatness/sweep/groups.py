@@ -118,11 +118,9 @@ class Tolerance:
         """Return the samples of all data, or those so far and ``more`` if their number is not known."""
         return max(self._samples, self._seen + more)
 
-    def add(self, weights: Tensor, found: Tensor, replicated: Tensor) -> None:
-        """Add a micro-batch: values, unbiased variances and squares of replicates' ones, and v_g (1/π - ½).
-
-        The first three are (3, layers, quantities, n).
-        """
+    def add(self, weights: Tensor, values: Tensor, variances: Tensor, replicated: Tensor) -> None:
+        """Add a micro-batch: values (layers, quantities, n), variances as :meth:`.Grouped.variances`, v_g (1/π - ½)."""
+        found = torch.cat([values.unsqueeze(0), variances[:2]])
         found = found.where(found.isfinite().all(dim=0), 0.0)
         self._sums = self._sums.to(found.device) + found.sum(dim=3)
         self._weight, self._seen = self._weight + float(weights.sum()), self._seen + len(weights)

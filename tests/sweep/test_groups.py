@@ -137,7 +137,7 @@ def test_the_plan_learns_from_replicates(ratios):
     bound = float(replicated.sum())
     spent = [ratio * size**2 * bound / 50 for ratio, size in zip(ratios, sizes, strict=True)]
     variances = torch.tensor(spent, dtype=torch.float64).view(-1, 1, 1).expand_as(values)
-    tolerance.add(weights, torch.stack([values, variances, variances.square()]), replicated)
+    tolerance.add(weights, values, torch.stack([variances, variances.square()]), replicated)
     ratio = max(ratio for ratio in ratios if not math.isnan(ratio)) * (1 + 4 / 50)
     if ratios[:2] == (0.02, 0.5):
         mean_ratio, noise = 0.26 * 1.08, 2 / 3 / 50 * np.array([0.02 * 1.08, 0.5 * 1.08]) ** 2
