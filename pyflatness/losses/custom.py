@@ -73,8 +73,8 @@ class CustomLoss(Loss):
             outputs, targets = torch.cat([before[0].to(outputs), outputs]), torch.cat([before[1].to(targets), targets])
         if len(outputs) < 2:
             return
-        whole = self._sum(outputs.double(), targets)
-        for cut in {1, (len(outputs) + 1) // 2}:
+        whole, half = self._sum(outputs.double(), targets), (len(outputs) + 1) // 2
+        for cut in {1, half} if before is None else {half}:
             in_two = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
             if not torch.isclose(whole, in_two, rtol=1e-6, atol=1e-9):
                 raise InputError(

@@ -85,16 +85,12 @@ class Certificate:
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
         # Second derivatives are taken of layers of earlier batches too, and this one may be the first with attention.
-        if (new or self.reasons) and not self._twice_differentiable and _has_attention(users):
+        by_kernel = (graph.of(node.name()).rows == "attention" for node in users)
+        if (new or self.reasons) and not self._twice_differentiable and any(by_kernel):
             self._twice_differentiable = True
             return None
         self.reasons.update(new)
         return new
-
-
-def _has_attention(users: Users) -> bool:
-    """Return whether a run has attention by a kernel of its own."""
-    return any(graph.of(node.name()).rows == "attention" for node in users)
 
 
 @torch.enable_grad()

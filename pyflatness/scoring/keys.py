@@ -66,10 +66,8 @@ def of_file(path: Path) -> str:
 
 
 def of_state(module: nn.Module) -> str:
-    """Return the hash of a module's weights and buffers: names, shapes, dtypes and values, and names of frozen weights.
-
-    Measures over all parameters, such as sharpness, are over those that are not frozen.
-    """
+    """Return the hash of a module's weights and buffers: names, shapes, dtypes and values, and which are frozen."""
+    # Measures over all parameters, such as sharpness, leave out frozen ones.
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     return of_json([*((name, described(value)) for name, value in module.state_dict().items()), *frozen])
 

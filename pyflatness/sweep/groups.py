@@ -90,12 +90,10 @@ class Tolerance:
         where R is the weight of K, and ρ = (V / B) / (K / R)² is what a unit of Σ v_g costs, in units of the value:
         B is Σ v_g (1/π - ½) over the replicates. The v_i are those of replicates. Where few have most of the variance,
         ν is small and Σ v_i by itself mostly too small: of one in proportion to χ²_ν the inverse is ν/(ν - 2) times too
-        large in the mean.
-
-        The largest of many layers' ρ is mostly one that came out too large. So ρ is brought nearer to the mean over
-        layers (empirical Bayes: Efron & Morris, https://doi.org/10.1080/01621459.1975.10479864), by the fraction that
-        noise has in how it varies over layers; that of one layer varies by 2/3 Σ v_i² / (Σ v_i)². A part of the data
-        that spent too much does not leave less than half of what is due to the others.
+        large in the mean. The largest of many layers' ρ is mostly one that came out too large. So each ρ is brought
+        nearer to their mean, by the fraction that its noise has in how they vary over layers (empirical Bayes: Efron &
+        Morris, https://doi.org/10.1080/01621459.1975.10479864). The relative variance of the noise is 2/3 Σ v_i² /
+        (Σ v_i)². A part of the data that spent too much does not leave less than half of what is due to the others.
         """
         samples, seen = len(weights), self._seen
         total = self.expected(samples)

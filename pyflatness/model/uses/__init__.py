@@ -16,26 +16,9 @@ from torch.autograd.graph import Node
 
 from .. import calling, kinds, spread, walk
 from . import candidates, experts, recurrent
-from .candidates import runs_with_its_module
-from .use import Source, Use
-
-__all__ = [
-    "Use",
-    "attached",
-    "covered_entries",
-    "elsewhere",
-    "held",
-    "layer",
-    "left_out",
-    "of",
-    "otherwise",
-    "places",
-    "reasons",
-    "runs_with_its_module",
-    "ties",
-    "whole",
-    "with_siblings",
-]
+from .candidates import runs_with_its_module as runs_with_its_module
+from .use import Source
+from .use import Use as Use
 
 
 @dataclass

@@ -189,18 +189,14 @@ def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
 
 
 def _is_bias(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is by its name a bias: a vector, up to dimensions of 1, or vectors beside a weight.
+    """Return whether a parameter called a bias is one: a vector, up to dimensions of 1, or vectors beside a weight.
 
-    The second have sizes that a weight of their module has in the same order, such as biases (E, outputs) of experts
-    beside their weight (E, outputs, inputs).
+    These have sizes that a weight of their module has in this order, as (E, outputs) beside (E, outputs, inputs).
     """
-    if not _is_called_bias(name):
-        return False
     sizes = [size for size in parameter.shape if size > 1]
-    weights = [
-        iter(held.shape) for key, held in module._parameters.items() if not (held is None or _is_called_bias(key))
-    ]
-    return len(sizes) < 2 or any(all(size in left for size in sizes) for left in weights)
+    others = (held for key, held in module._parameters.items() if held is not None and not _is_called_bias(key))
+    beside_weight = any(all(size in left for size in sizes) for left in (iter(held.shape) for held in others))
+    return _is_called_bias(name) and (len(sizes) < 2 or beside_weight)
 
 
 def _is_called_bias(name: str) -> bool:
