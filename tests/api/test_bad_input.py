@@ -56,10 +56,8 @@ def test_layers_that_are_not_there():
         pf.measure(net(), LOSS, (X, Y), layers=[])
     with pytest.raises(pf.errors.InputError, match="has none that can be measured"):
         pf.measure(nn.Sequential(nn.PReLU()), LOSS, (X, Y))
-    with pytest.raises(
-        pf.errors.InputError,
-        match=r"measures: 'trase' does not exist; did you mean trace.* `pyflatness measures` lists all",
-    ):
+    message = r"measures: 'trase' does not exist; did you mean trace.* `pyflatness measures` lists all"
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.measure(net(), LOSS, (X, Y), measures=["trase"])
 
 
@@ -219,14 +217,14 @@ def test_block_traces_that_would_not_fit():
 
 def test_reports_without_what_is_asked():
     report = pf.measure(net(), LOSS, (X, Y))
-    with pytest.raises(pf.errors.InputError, match="no layer '7'; there are 0, 2, and '' for the network"):
-        report["7", "trace"]
-    with pytest.raises(pf.errors.InputError, match="no measure 'kappa'; there are relative_flatness, trace"):
-        report["kappa"]
-    with pytest.raises(pf.errors.InputError, match=r"got \(0, 'trace'\); a layer's name is text, as in report\['0', "):
-        report[0, "trace"]
-    with pytest.raises(pf.errors.InputError, match=r"the layer is first, report\['0', 'trace'\]"):
-        report["trace", "0"]
+    for key, message in {
+        ("7", "trace"): "no layer '7'; there are 0, 2, and '' for the network",
+        "kappa": "no measure 'kappa'; there are relative_flatness, trace",
+        (0, "trace"): r"got \(0, 'trace'\); a layer's name is text, as in report\['0', ",
+        ("trace", "0"): r"the layer is first, report\['0', 'trace'\]",
+    }.items():
+        with pytest.raises(pf.errors.InputError, match=message):
+            report[key]
     with pytest.raises(pf.errors.InputError, match=r"nothing in the model matches 'fc1'; did you mean 0, 2\?"):
         pf.measure(net(), LOSS, (X, Y), layers="fc1")
     assert "\n1 sample, " in str(pf.measure(net(), LOSS, (X[:1], Y[:1])))
@@ -438,11 +436,12 @@ def test_head_tensors(arguments, match):
 
 def test_losses_that_need_targets():
     w = torch.ones(3, 4)
-    with pytest.raises(pf.errors.InputError, match="class weights cannot do without"):
-        pf.head_flatness(X, w, loss=nn.CrossEntropyLoss(weight=torch.ones(3)))
-    with pytest.raises(pf.errors.InputError, match="pos_weight cannot do without"):
-        pf.head_flatness(X, w, loss=nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)))
-    with pytest.raises(pf.errors.InputError, match="got none"):
-        pf.head_flatness(X, w, loss=lambda f, y: f.sum(1).mean())
+    for loss, message in {
+        nn.CrossEntropyLoss(weight=torch.ones(3)): "class weights cannot do without",
+        nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)): "pos_weight cannot do without",
+        (lambda f, y: f.sum(1).mean()): "got none",
+    }.items():
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.head_flatness(X, w, loss=loss)
     assert float(pf.head_flatness(X, w, loss="mse_loss")) > 0
     assert float(pf.head_flatness(X, w, loss="binary_cross_entropy_with_logits")) > 0

@@ -144,12 +144,16 @@ def test_all_of_a_model_of_tokens():
     assert "mls_adversarial" not in report.measures
 
 
+def replace(monkeypatch, name, **changed):
+    rows = [dataclasses.replace(row, **changed) if row.name == name else row for row in MEASURES]
+    monkeypatch.setattr(measures, "MEASURES", tuple(rows))
+
+
 def test_derived_measures_go_with_their_bases(monkeypatch):
     def refuses(task):
         raise pf.errors.NotYetError("not for this one")
 
-    rows = [dataclasses.replace(row, compute=refuses) if row.name == "lambda_max" else row for row in MEASURES]
-    monkeypatch.setattr(measures, "MEASURES", tuple(rows))
+    replace(monkeypatch, "lambda_max", compute=refuses)
     report = pf.measure(mlp(), LOSS, (X, Y), measures="all")
     assert set(report.skipped) == {"lambda_max", "scaled_lambda_max", "largest_scaled_lambda_max"}
     assert set(report.skipped.values()) == {"not for this one"}
@@ -196,8 +200,7 @@ def test_programming_errors_are_errors(error, monkeypatch):
     def broken(task):
         raise error("broken")
 
-    rows = [dataclasses.replace(row, of_network=broken) if row.name == "fisher_rao" else row for row in MEASURES]
-    monkeypatch.setattr(measures, "MEASURES", tuple(rows))
+    replace(monkeypatch, "fisher_rao", of_network=broken)
     with pytest.raises(error, match="broken"):
         pf.measure(mlp(), LOSS, (X, Y), measures="all")
 
@@ -206,8 +209,7 @@ def test_nan_of_one_measure_is_an_error(monkeypatch):
     def not_finite(task):
         raise pf.errors.NonFiniteError("in a derivative")
 
-    rows = [dataclasses.replace(row, of_network=not_finite) if row.name == "fisher_rao" else row for row in MEASURES]
-    monkeypatch.setattr(measures, "MEASURES", tuple(rows))
+    replace(monkeypatch, "fisher_rao", of_network=not_finite)
     with pytest.raises(pf.errors.NonFiniteError, match="in a derivative"):
         pf.measure(mlp(), LOSS, (X, Y), measures="all")
 

@@ -10,7 +10,7 @@ from pyflatness.contractions.geometry import Geometry
 from pyflatness.errors import BackendError
 from support.cases import on_threads
 from support.combinations import ENGINES, every
-from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, check_values, double, layer, limit, of_kernels
+from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, any_case, check_values, double, layer, limit, of_kernels
 
 
 def check_direct(module, inputs, signal, geometry, root, weight, slack=1):
@@ -56,18 +56,11 @@ def test_what_is_not_asked_for(engine, dtype, roots, weighted):
         check_direct(engine.module, inputs, signal, geometry, root, weight if weighted else None)
 
 
-sizes = st.tuples(*[st.integers(1, 7)] * 3)
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), sizes,
-    st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 2)] * 3),
-    st.sampled_from(LAYOUTS), st.integers(0, 20), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 3),
-)  # fmt: skip
-def test_any_layer(engine, n, groups, channels, rows, extra, kernel, stride, dilation, kind, roots, weighted, dtype, s):
-    size = tuple(e + d * (k - 1) for e, d, k in zip(extra, dilation, kernel, strict=True))
-    case = (n, groups, channels, rows, size, kernel, stride, dilation)
+    any_case(), st.sampled_from(LAYOUTS), st.integers(0, 20), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 3)
+)
+def test_any_layer(engine, case, kind, roots, weighted, dtype, s):
     inputs, signal, geometry, root, weight = layer(case, dtype, kind, roots, seed=s)
     check_direct(engine.module, inputs, signal, geometry, root, weight if weighted else None)
     check_grams(engine.module, inputs, signal, geometry)

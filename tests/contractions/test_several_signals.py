@@ -16,7 +16,7 @@ from pyflatness.errors import BackendError
 from pyflatness.passes import memory
 from support.cases import on_threads
 from support.combinations import ENGINES, every
-from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
+from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, any_case, double, layer, layout, limit
 
 
 def several(case, dtype, count, kind="contiguous", roots=9, kept=0.3, seed=0):
@@ -62,18 +62,12 @@ def test_tiles_of_few_channels(engine, dtype):
     check_gathered(engine.module, *several((1, 2, 7, 900, (2, 4, 5), (2, 3, 2), ONE, ONE), dtype, 4))
 
 
-sizes = st.tuples(*[st.integers(1, 7)] * 3)
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), sizes,
-    st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 2)] * 3),
-    st.sampled_from(LAYOUTS), st.integers(0, 20), st.integers(1, 12), st.sampled_from(DTYPES), st.integers(0, 3),
+    any_case(), st.sampled_from(LAYOUTS), st.integers(0, 20), st.integers(1, 12), st.sampled_from(DTYPES),
+    st.integers(0, 3),
 )  # fmt: skip
-def test_any_layer(engine, n, groups, channels, rows, extra, kernel, stride, dilation, kind, roots, count, dtype, s):
-    size = tuple(e + d * (k - 1) for e, d, k in zip(extra, dilation, kernel, strict=True))
-    case = (n, groups, channels, rows, size, kernel, stride, dilation)
+def test_any_layer(engine, case, kind, roots, count, dtype, s):
     check_gathered(engine.module, *several(case, dtype, count, kind, roots, seed=s))
 
 

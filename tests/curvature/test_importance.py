@@ -293,21 +293,18 @@ def test_layers_and_frozen_parameters():
 
 
 def test_bad_input():
-    model, data = smooth(), DATA
-    with pytest.raises(pf.errors.InputError, match="kind='trace'"):
-        pf.importance(model, LOSS, data, kind="trace")
-    with pytest.raises(pf.errors.InputError, match="structure='columns'"):
-        pf.importance(model, LOSS, data, structure="columns")
-    with pytest.raises(pf.errors.InputError, match="probes=0"):
-        pf.importance(model, LOSS, data, probes=0)
-    with pytest.raises(pf.errors.InputError, match="probes='adaptive'"):
-        pf.importance(model, LOSS, data, probes="adaptive")
-    with pytest.raises(pf.errors.InputError, match="'omit': importances are of all samples together"):
-        pf.importance(model, LOSS, data, nan_policy="omit")
-    with pytest.raises(pf.errors.InputError, match=r"Hessian products.* probes=.*kind='ggn' for the GGN value"):
-        pf.importance(model, LOSS, data, kind="hessian", max_passes=30)
+    for message, options in {
+        "kind='trace'": {"kind": "trace"},
+        "structure='columns'": {"structure": "columns"},
+        "probes=0": {"probes": 0},
+        "probes='adaptive'": {"probes": "adaptive"},
+        "'omit': importances are of all samples together": {"nan_policy": "omit"},
+        r"Hessian products.* probes=.*kind='ggn' for the GGN value": {"kind": "hessian", "max_passes": 30},
+    }.items():
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.importance(smooth(), LOSS, DATA, **options)
     with pytest.raises(pf.errors.InputError, match=r"'conv.wieght' is not among its parameters.*conv\.weight"):
-        pf.importance(model, LOSS, data)["conv.wieght"]
+        pf.importance(smooth(), LOSS, DATA)["conv.wieght"]
 
 
 def test_an_operation_without_second_derivative_is_named_by_its_parameters():

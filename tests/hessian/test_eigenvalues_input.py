@@ -112,9 +112,8 @@ def test_functions_that_torch_did_not_write(measure):
     assert expected.exact
     assert not found.exact
     assert "taken as they are" in str(found)
-    with pytest.raises(
-        pf.errors.InputError, match=r"layer 'body': the second derivative of a function behind it is missing"
-    ):
+    missing = r"layer 'body': the second derivative of a function behind it is missing"
+    with pytest.raises(pf.errors.InputError, match=missing):
         pf.measure(network(Opaque.apply), loss, IMAGES, curvature="hessian", **options)
 
 

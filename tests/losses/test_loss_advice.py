@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from support.cases import INDICES, PROBABILITIES, C, M, N, classifier
+from support.cases import INDICES, PROBABILITIES, C, M, N, Normalised, classifier
 
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0])
 
@@ -46,11 +46,6 @@ def test_kl_divergence_by_its_mean_over_all_outputs():
         pf.relative_flatness(model, nn.KLDivLoss(reduction=how), (x, targets)).value for how in ("mean", "batchmean")
     )
     assert C * found == pytest.approx(by_samples, rel=1e-9)
-
-
-class Normalised(nn.Module):
-    def forward(self, x):
-        return x - x.logsumexp(dim=1, keepdim=True)
 
 
 def test_negative_log_likelihood_as_its_message_says(data):

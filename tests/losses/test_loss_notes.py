@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from support.cases import Normalised
 from support.public_calls import batches
 
 DATA = batches()
@@ -48,11 +49,6 @@ def test_losses_without_curvature(loss):
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.HuberLoss(), lambda f, y: (f - y).pow(4).mean()])
 def test_losses_with_curvature(loss):
     assert not notes(network(), loss, REAL)
-
-
-class Normalised(nn.Module):
-    def forward(self, x):
-        return x - x.logsumexp(dim=1, keepdim=True)
 
 
 def test_the_nll_of_logarithms_of_probabilities():

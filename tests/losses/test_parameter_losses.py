@@ -171,23 +171,19 @@ def test_targets_that_forward_computes_with_the_model(loss):
     """Derivatives go through the outputs alone, so that targets that depend on the weights would count as constants."""
     inputs = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-    def forward(net, batch):
-        return net(batch[0]), net(batch[0] + 0.1).sigmoid()
-
-    def detached(net, batch):
-        outputs, targets = forward(net, batch)
-        return outputs, targets.detach()
+    def measured(ended):
+        forward = lambda net, batch: (net(batch[0]), ended(net(batch[0] + 0.1).sigmoid()))  # noqa: E731
+        return pf.measure(network(), loss, (inputs, inputs), forward=forward)["trace"].value
 
     with pytest.raises(pf.errors.InputError, match=MESSAGE):
-        pf.measure(network(), loss, (inputs, inputs), forward=forward)
-    assert pf.measure(network(), loss, (inputs, inputs), forward=detached)["trace"].value > 0
+        measured(torch.Tensor.clone)
+    assert measured(torch.Tensor.detach) > 0
 
 
 @pytest.mark.parametrize("sorted_by_class", [False, True])
 def test_class_weights_in_a_callable_that_the_first_batch_does_not_show(sorted_by_class):
     inputs = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     targets = torch.tensor([0] * 16 + [1] * 8 if sorted_by_class else [0] * 8 + [0, 1] * 8)
-    weight = torch.tensor([0.2, 5.0, 1.0], dtype=torch.float64)
-    batches = [*zip(inputs.split(8), targets.split(8), strict=True)]
+    weight, data = torch.tensor([0.2, 5.0, 1.0]).double(), [*zip(inputs.split(8), targets.split(8), strict=True)]
     with pytest.raises(pf.errors.InputError, match=r"batch [12]: loss: over \d+ samples it is not the mean"):
-        pf.measure(network(), lambda f, y: F.cross_entropy(f, y, weight=weight), batches)
+        pf.measure(network(), lambda f, y: F.cross_entropy(f, y, weight=weight), data)

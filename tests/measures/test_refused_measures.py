@@ -8,16 +8,12 @@ from torch import nn
 
 import pyflatness as pf
 from support import known_stderr
+from support.cases import small as network
 from support.grid import batches
 from support.networks import CASES
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 2, 1, 0])
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import pyflatness as pf
+from support.cases import small as network
 
 LOSS = nn.CrossEntropyLoss()
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
@@ -41,11 +42,6 @@ class Counted(list):
     def __iter__(self):
         self.begun += 1
         return super().__iter__()
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 @pytest.mark.parametrize("layer", ["0", "2", None])

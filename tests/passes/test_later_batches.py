@@ -69,11 +69,6 @@ def test_few_batches_are_looked_at(loader):
     assert sizes.count(10) == 100
 
 
-def rooted(x):
-    """Its square root as a square: finite first derivatives at 0 (by torch's choice), no second ones."""
-    return x.relu().pow(1.5)
-
-
 @pytest.mark.parametrize("last", [False, True], ids=["behind others", "alone"])
 def test_second_derivatives_that_are_not_finite_are_said(last):
     def forward(net, x):

@@ -144,8 +144,7 @@ def test_a_step_with_a_penalty_is_the_one_by_torchs_own(checkpointed, monkeypatc
         second_derivatives.put_back(penalty._norms)
         assert expected.norm(expected.first(X)).grad_fn.name() == "NativeBatchNormBackward0"
         for ours, torchs in zip((gradients, buffers), _step(expected, penalty), strict=True):
-            for one, other in zip(ours, torchs, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close([*ours], [*torchs], rtol=1e-9, atol=1e-12)
 
 
 def test_a_model_with_a_penalty_is_measured_copied_and_pickled_as_without():

@@ -100,38 +100,29 @@ def test_any_two_rows_that_change_places(pair):
     order = torch.arange(6)
     order[[*pair]] = order[[*reversed(pair)]]
 
-    def sorted_inside(net, x):
-        return torch.tanh(net.one(x[order] if len(x) == 6 else x))[order if len(x) == 6 else ...]
-
-    def twice(net, x):
-        return net.head(sorted_inside(net, x) + torch.tanh(net.one(x.sin())))
-
-    def once(net, x):
-        return net.head(sorted_inside(net, x))
+    def forward(net, x):
+        places = order if len(x) == 6 else slice(None)
+        h = torch.tanh(net.one(x[places]))[places]
+        return net.head(h + torch.tanh(net.one(x.sin())) if net.twice else h)
 
     x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
-    for forward, options in ((twice, {}), (once, {"per_sample": True})):
+    for twice, options in ((True, {}), (False, {"per_sample": True})):
         net = Net(forward, one=nn.Linear(4, 5), head=nn.Linear(5, 3)).double()
+        net.twice = twice
         with pytest.raises(pf.errors.InputError, match=r"layer 'one': its rows \(6, 5\) cannot be told apart"):
             kappa(net, [(x, y)], "one", **options)
 
 
-SHARED = {
-    "class embeddings": lambda net, x: x @ net.shared(torch.ones(3, 2, dtype=x.dtype)).T,
-    "parts of the batch": lambda net, x: torch.cat([net.shared(part) for part in x[:, :2].split(1)]),
-}
-
-
-@pytest.mark.parametrize("case", SHARED)
-def test_layers_without_rows_of_every_sample_are_said_to_be_such(case):
+@pytest.mark.parametrize("whole", [True, False], ids=["class embeddings", "parts of the batch"])
+def test_layers_without_rows_of_every_sample_are_said_to_be_such(whole):
     """The model mixes no samples there, and its other layers have values."""
 
     def forward(net, x):
-        return net.head(torch.relu(SHARED[case](net, torch.relu(net.one(x)))))
+        parts = [net.shared(part) for part in x[:, :2].split(1)]
+        h = x @ net.shared(torch.ones(4, 2, dtype=x.dtype)).T if whole else torch.cat(parts)
+        return net.head(torch.relu(h + net.one(x)))
 
-    torch.manual_seed(0)
-    sizes = {"one": nn.Linear(4, 4), "shared": nn.Linear(2, 4), "head": nn.Linear(3 + (case != "class embeddings"), 3)}
-    net = Net(forward, **sizes).double()
+    net = Net(forward, one=nn.Linear(4, 4), shared=nn.Linear(2, 4), head=nn.Linear(4, 3)).double()
     x, y = torch.randn(4, 4).double(), torch.arange(4) % 3
     with pytest.raises(pf.errors.InputError, match=r"'shared': .* no dimension of samples.* by layers="):
         pf.measure(net, LOSS, (x, y))

@@ -46,14 +46,6 @@ def error_of_all(rank, size):
     return pf.relative_flatness(model(), LOSS, part(rank, size), "none")
 
 
-def error_of_a_measure(rank, size):
-    """One measure fails on rank 1: its tokens, of which there is no accuracy there."""
-    inputs, targets = part(rank, size)
-    if rank == 1:
-        targets = torch.nn.functional.one_hot(targets, 3).double().unsqueeze(2)[:, :, 0] * 0.5
-    return pf.measure(model(), nn.MSELoss(), (inputs, inputs[:, :3]), measures="all")
-
-
 def left_out_of_one_rank(rank, size):
     """Every sample of rank 0 is left out."""
     inputs, targets = part(rank, size)

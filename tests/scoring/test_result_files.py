@@ -14,15 +14,7 @@ import pyflatness as pf
 from pyflatness.scoring import result_files
 from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import Store
-from support.score_runs import saved, status
-
-LOSS = nn.CrossEntropyLoss()
-DATA = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(20) % 3
-
-
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+from support.score_runs import DATA, LOSS, network, saved, status
 
 
 @pytest.fixture(scope="module")

@@ -4,25 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import pyflatness as pf
 from pyflatness.messages import with_error
 from pyflatness.scoring import page
 from pyflatness.scoring.units import Row
 from support.pages import Parsed, drawn
-from support.score_runs import status
+from support.score_runs import DATA, LOSS, network, status
 
 HOSTILE = "<script>alert(1)</script>\"'&amp;"
-LOSS = nn.CrossEntropyLoss()
-DATA = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(20) % 3
-
-
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
-
-
 NETWORKS = {f"run/epoch_{number}": network(number) for number in (10, 9)} | {HOSTILE: network(3)}
 SPECTRA = {
     name: pf.spectrum(NETWORKS[name], LOSS, DATA, k=2 + place, density=place == 0, probes=2, steps=8)

@@ -16,10 +16,6 @@ PROBABILITIES = torch.softmax(torch.randn(N, C, generator=torch.Generator().manu
 LABELS = (PROBABILITIES > 0.2).float()
 
 
-def scalar_huber(outputs, targets):
-    return F.smooth_l1_loss(outputs, targets)
-
-
 LOSSES = {
     "cross-entropy": (nn.CrossEntropyLoss(), INDICES),
     "cross-entropy sum": (nn.CrossEntropyLoss(reduction="sum"), INDICES),
@@ -106,6 +102,19 @@ class Pixels(nn.Module):
 def classifier(*widths, bias=True):
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b, bias=bias), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
+
+
+class Normalised(nn.Module):
+    """Log-softmax by another operation."""
+
+    def forward(self, x):
+        return x - x.logsumexp(dim=1, keepdim=True)
+
+
+def small(seed=0):
+    """Return a network of two layers, the same one for a seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 TOKENS = torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(2))

@@ -1,6 +1,7 @@
 """Layers for the kernels: shapes with every geometry, strides, and the arguments of ``direct``."""
 
 import torch
+from hypothesis import strategies as st
 
 from pyflatness.contractions.geometry import Geometry
 
@@ -44,6 +45,14 @@ def layout(tensor, kind, seed=0):
 
 
 LAYOUTS = ["contiguous", "channels last", "transposed", "scattered", "sliced"]
+
+
+@st.composite
+def any_case(draw):
+    """Return a case like those of ``CASES``, with inputs of any size that has at least one place."""
+    extra, kernel, stride, dilation = (draw(st.tuples(*[st.integers(1, most)] * 3)) for most in (7, 3, 3, 2))
+    size = tuple(e + d * (k - 1) for e, d, k in zip(extra, dilation, kernel, strict=True))
+    return *(draw(st.integers(1, most)) for most in (3, 3, 20, 40)), size, kernel, stride, dilation
 
 
 def layer(case, dtype, kind="contiguous", roots=9, seed=0):

@@ -4,18 +4,15 @@ torchrun --nproc-per-node 2 rank_fsdp_script.py FOLDER MODEL [die]
 """
 
 import os
-import signal
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import pyflatness as pf
-from support.ranks import leave
+from support.ranks import launched
 
 CHOICE = {"measures": ["relative_flatness", "trace"], "curvature": "ggn", "probes": 2, "seed": 3}
 
@@ -43,25 +40,16 @@ class Dying(list):
 
 
 def main(folder, of, kind=""):
-    if kind == "die":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others, too
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(1)
-    network = model(of)
-    for layer in network.model.layers:
-        fully_shard(layer)
-    fully_shard(network)
-    mine = batches(of)[-(-3 * rank // size) : -(-3 * (rank + 1) // size)]  # of four ranks the last has none
-    if kind == "die":
-        mine = (Dying if rank == 1 else list)(batches(of))
-    try:
-        report = pf.measure(network, data=mine, **CHOICE)
-    except pf.errors.RankError as error:
-        Path(folder, f"{rank}").write_text(str(error))
-        raise
-    Path(folder, f"{rank}").write_text(report.to_json())
-    leave()
+    with launched(folder, kind) as (rank, size, write):
+        torch.set_num_threads(1)
+        network = model(of)
+        for layer in network.model.layers:
+            fully_shard(layer)
+        fully_shard(network)
+        mine = batches(of)[-(-3 * rank // size) : -(-3 * (rank + 1) // size)]  # of four ranks the last has none
+        if kind == "die":
+            mine = (Dying if rank == 1 else list)(batches(of))
+        write(pf.measure(network, data=mine, **CHOICE).to_json())
 
 
 if __name__ == "__main__":

@@ -4,19 +4,15 @@ torchrun --nproc-per-node 2 rank_script.py FOLDER [die]
 """
 
 import os
-import signal
 import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pyflatness as pf
-from support.ranks import leave
+from support.ranks import launched
 
 
 def dataset(samples=25):
@@ -41,20 +37,11 @@ class Dying(DataLoader):
 
 
 def main(folder, kind=""):
-    if kind == "die":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others, too
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sampler = DistributedSampler(dataset(), size, rank, shuffle=False)
-    loader = (Dying if kind == "die" and rank == 1 else DataLoader)(dataset(), batch_size=4, sampler=sampler)
-    try:
+    with launched(folder, kind) as (rank, size, write):
+        sampler = DistributedSampler(dataset(), size, rank, shuffle=False)
+        loader = (Dying if kind == "die" and rank == 1 else DataLoader)(dataset(), batch_size=4, sampler=sampler)
         network = DistributedDataParallel(model())
-        report = pf.measure(network, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"])
-    except pf.errors.RankError as error:
-        Path(folder, f"{rank}").write_text(str(error))
-        raise
-    Path(folder, f"{rank}").write_text(report.to_json())
-    leave()
+        write(pf.measure(network, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"]).to_json())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Run the same functions in several processes of one ``torch.distributed`` group, and hand back what each gave."""
 
+import contextlib
 import datetime
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from pyflatness.errors import RankError
 from support import ROOT
 
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -69,6 +73,21 @@ def torchrun(script: Path, *arguments: object, size: int = 2) -> subprocess.Comp
     return subprocess.run(
         [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=500
     )
+
+
+@contextlib.contextmanager
+def launched(folder: str, kind: str) -> Iterator[tuple[int, int, Callable[[str], object]]]:
+    """Give a script its rank, how many there are, and what writes its text, or an error of the ranks; then leave."""
+    if kind == "die":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others, too
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    write = Path(folder, f"{dist.get_rank()}").write_text
+    try:
+        yield dist.get_rank(), dist.get_world_size(), write
+    except RankError as error:
+        write(str(error))
+        raise
+    leave()
 
 
 def leave() -> NoReturn:

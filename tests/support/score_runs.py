@@ -15,6 +15,15 @@ READS_PICKLES = torch.__version__ >= "2.10"  # releases before it can be made to
 needs_pickles = pytest.mark.skipif(not READS_PICKLES, reason="pickled checkpoints are read from torch 2.10 on")
 
 
+LOSS = torch.nn.CrossEntropyLoss()
+DATA = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(20) % 3
+
+
+def network(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).double().eval()
+
+
 def tiny_net(tiny: str, seed: int, name: str = "Tiny") -> torch.nn.Module:
     network = specs.resolve(f"{tiny}:{name}")
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from pyflatness.sweep import adaptive_sweep
 from support import grid, truth
 from support.combinations import in_soak, in_turn
 from support.covering import share
-from support.many_samples import NETWORKS, Sorting, network, seeded
+from support.many_samples import NETWORKS, Limited, Sorting, network, seeded
 from support.networks import CASES
 
 LOSS = nn.CrossEntropyLoss()
@@ -203,12 +203,12 @@ def test_how_many_samples_there_are():
     assert Batches(iter([(x, x)]), cpu).samples == 0
 
 
-class Counting(nn.Module):
-    """Counts the samples of its runs; refuses more than ``most`` rows, or (``whole``) any other number than 24."""
+class Counting(Limited):
+    """Counts the samples of its runs."""
 
-    def __init__(self, inner, most=10**9, whole=False):
-        super().__init__()
-        self.inner, self.most, self.whole, sizes = inner, most, whole, []
+    def __init__(self, inner, **limits):
+        super().__init__(inner, **limits)
+        sizes = []
         self._sizes = lambda: sizes  # a list of its own would be put back after a call
 
     @property
@@ -216,12 +216,9 @@ class Counting(nn.Module):
         return self._sizes()
 
     def forward(self, x):
-        if len(x) > self.most:
-            raise RuntimeError("DefaultCPUAllocator: not enough memory")
-        if self.whole and len(x) != 24:
-            raise ValueError("a batch of another size")
+        found = super().forward(x)
         self.sizes.append(len(x))
-        return self.inner(x)
+        return found
 
 
 def test_a_batch_that_cannot_be_cut():

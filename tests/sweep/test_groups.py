@@ -10,10 +10,7 @@ import torch
 from pyflatness.numerics.signs import Signs
 from pyflatness.sweep import groups
 from pyflatness.sweep.adaptive_sweep import Grouped
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
+from support.many_samples import seeded
 
 
 def weights_of(samples=50, columns=30, power=6, seed=0):

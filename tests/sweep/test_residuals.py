@@ -16,7 +16,7 @@ from support.combinations import in_soak, in_turn
 from support.covering import share
 from support.functions import Once
 from support.grid import Net, batches
-from support.many_samples import Sorting, seeded
+from support.many_samples import Limited, Sorting, seeded
 from support.networks import CASES, LAYERS
 
 CONVEX = [
@@ -178,27 +178,12 @@ def test_probes_go_where_the_value_is(hessian_products):
     assert rows < 0.75 * needed * sum(directions * samples for directions, samples in hessian_products)
 
 
-class Counting(nn.Module):
-    """Refuses more than ``most`` rows, or (``whole``) any other number than 24."""
-
-    def __init__(self, inner, most=10**9, whole=False):
-        super().__init__()
-        self.inner, self.most, self.whole = inner, most, whole
-
-    def forward(self, x):
-        if len(x) > self.most:
-            raise RuntimeError("DefaultCPUAllocator: not enough memory")
-        if self.whole and len(x) != 24:
-            raise ValueError("a batch of another size")
-        return self.inner(x)
-
-
 @pytest.mark.parametrize("options", [{"whole": True}, {"most": 20}])
 def test_batches_that_cannot_be_cut_and_parts_halved_out_of_memory(options):
     inner, (x, y) = smooth(20.0)
     data = list(zip(x.split(24), y.split(24), strict=True))
     exact = pf.measure(inner, LOSS, data, layers="0", measures="trace")["0", "trace"].value
-    model = Counting(inner, **options)
+    model = Limited(inner, **options)
     found = adaptive(model, data, "inner.0", rtol=0.05)["inner.0", "trace"]
     assert 0 < abs(found.value - exact) <= 4 * found.stderr
     alone = adaptive(model, data, "inner.0", rtol=1e-9)["inner.0", "trace"]

@@ -14,11 +14,8 @@ from pyflatness.theory import perturbed
 from pyflatness.theory.sampling import assigned
 from support.cases import C
 from support.grid import Net, classes, normal
+from support.many_samples import seeded as generator
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def net(tail=None):

@@ -13,10 +13,7 @@ from pyflatness.theory import perturbed
 from pyflatness.theory.sampling import assigned
 from support.cases import LOSSES, C, to
 from support.grid import classes, normal
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+from support.many_samples import seeded as generator
 
 
 def radial(m, power=0):

@@ -8,15 +8,11 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.integrations.torchmetrics import RelativeFlatness
+from support.cases import small as net
 from support.combinations import every
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
 IGNORED = torch.full((6,), -100)
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 def of_head(model, loss, targets, normalize):

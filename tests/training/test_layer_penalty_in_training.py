@@ -58,8 +58,7 @@ def test_evaluation_between_steps_does_no_harm():
         total = LOSS(outputs, Y) + penalty(outputs, Y)
         model.zero_grad()
         total.backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
 
 
 def test_gradient_accumulation_and_clipping():
@@ -71,8 +70,7 @@ def test_gradient_accumulation_and_clipping():
             penalty._signs = lambda like, part=part: SIGNS[part]
             outputs = model(X[part])
             ((LOSS(outputs, Y[part]) + penalty(outputs, Y[part])) / 2).backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     assert torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt() <= 1.001e-3
 
@@ -128,8 +126,7 @@ def test_activation_checkpointing():
             return run(x)
 
     outer = Checkpointed()
-    for found, gradient in zip(gradients(outer, layer="inner.2"), expected, strict=True):
-        torch.testing.assert_close(found, gradient)
+    torch.testing.assert_close([*gradients(outer, layer="inner.2")], [*expected])
 
 
 def test_parametrised_weights_are_the_ones_that_the_forward_pass_used():
@@ -165,8 +162,7 @@ def test_copies_of_a_model_have_hooks_that_do_nothing():
             other(X[:1])
         expected = gradients(cnn())
         (LOSS(outputs, Y) + penalty(outputs, Y)).backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -176,8 +172,7 @@ def test_what_is_in_front_of_the_layer_may_be_compiled():
     model = cnn()
     expected = gradients(model)
     model[0] = torch.compile(model[0], backend="aot_eager")
-    for found, gradient in zip(gradients(model), expected, strict=True):
-        torch.testing.assert_close(found, gradient)
+    torch.testing.assert_close([*gradients(model)], [*expected])
 
 
 class Stages(nn.Module):
@@ -202,8 +197,7 @@ def test_a_compiled_model_has_the_same_gradients_or_an_error(backend):
         outputs = torch.compile(model, backend=backend)(X)
         if backend == "eager":
             (LOSS(outputs, Y) + penalty(outputs, Y)).backward()
-            for parameter, gradient in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient)
+            torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
         else:
             message = "'second'.*no second derivative.*leave what is behind the layer out of torch.compile"
             with pytest.raises(pf.errors.InputError, match=message):

@@ -9,14 +9,10 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.cases import small as net
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)), torch.arange(6) % 3
 LOSS = nn.CrossEntropyLoss()
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 def hooks(model):

@@ -25,6 +25,17 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(budgets.time, "perf_counter", lambda: self.now)
+        self._patch = monkeypatch.setattr
+
+    def of(self, history):
+        """Go on by a second with each measurement of a history."""
+        measure = history._measure
+
+        def measured(batch):
+            self.now += 1.0
+            return measure(batch)
+
+        self._patch(history, "_measure", measured)
 
 
 @pytest.mark.parametrize("part", [0.01, 0.1])
@@ -246,13 +257,7 @@ def test_a_history_says_what_its_measurements_took(monkeypatch):
     clock = Clock(monkeypatch)
     history = pf.track(classifier(5, 6, 3), LOSS, (X, Y), budget=0.5)
     assert repr(history) == "History(0 records: nothing measured)"
-    measure = history._measure
-
-    def measured(batch):
-        clock.now += 1.0
-        return measure(batch)
-
-    monkeypatch.setattr(history, "_measure", measured)
+    clock.of(history)
     history.step()
     clock.now += 0.5
     history.step()
@@ -273,13 +278,7 @@ def test_a_training_that_diverges_goes_on(monkeypatch):
     kept = model[0].weight.detach().clone()
     with torch.no_grad():
         model[0].weight[0, 0] = math.nan
-    measure = history._measure
-
-    def measured(batch):
-        clock.now += 1.0
-        return measure(batch)
-
-    monkeypatch.setattr(history, "_measure", measured)
+    clock.of(history)
 
     def step():
         clock.now += 1.0
@@ -315,17 +314,15 @@ def test_nan_by_its_policy(policy):
 def test_what_is_refused():
     model = classifier(5, 6, 3)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=8)
-    for budget in (0, 1, -0.1, "much"):
-        with pytest.raises(pf.errors.InputError, match=r"budget=.* a part of the time between 0 and 1"):
-            pf.track(model, LOSS, (X, Y), budget=budget)
-    with pytest.raises(pf.errors.InputError, match=r"data: budget= .*list\(itertools.islice\(loader, 20\)\), got"):
-        pf.track(model, LOSS, loader, budget=0.1)
     arrays = X.numpy(), Y.numpy()
-    for data in (arrays, [arrays]):
-        with pytest.raises(pf.errors.InputError, match=r"ndarray; pass torch.from_numpy\(array\)"):
-            pf.track(model, LOSS, data, budget=0.1)
-    with pytest.raises(pf.errors.InputError, match="and each needs samples; there are none"):
-        pf.track(model, LOSS, (X[:0], Y[:0]), budget=0.1)
+    for data, budget, message in (
+        *(((X, Y), budget, r"budget=.* a part of the time between 0 and 1") for budget in (0, 1, -0.1, "much")),
+        (loader, 0.1, r"data: budget= .*list\(itertools.islice\(loader, 20\)\), got"),
+        *((data, 0.1, r"ndarray; pass torch.from_numpy\(array\)") for data in (arrays, [arrays])),
+        ((X[:0], Y[:0]), 0.1, "and each needs samples; there are none"),
+    ):
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.track(model, LOSS, data, budget=budget)
     with pytest.raises(pf.errors.InputError, match="read from a file or made without a model"):
         pf.results.History().step()
     with pytest.raises(pf.errors.InputError, match=r"call step\(\) after each step"):
